@@ -1,0 +1,5 @@
+//! .
+/// .
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("x")]
+pub struct GroupError;

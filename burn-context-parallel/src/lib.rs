@@ -1,0 +1,5 @@
+//! .
+mod error;
+pub mod group;
+pub mod vjp;
+pub use error::{Error, OrRaise, Result, catch, raise};
