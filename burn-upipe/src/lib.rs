@@ -1,1 +1,5 @@
 //! .
+pub mod checkpoint;
+pub mod tiling;
+pub mod upipe;
+mod recompute;

@@ -1,0 +1,172 @@
+//! The exchange of Ulysses as a value: from "my tokens, all heads" to "all tokens, my heads", and back.
+
+use burn::tensor::{DType, Device, Tensor};
+
+use crate::group::ProcessGroup;
+use crate::sequence::SequenceLayout;
+use crate::{Error, Result};
+
+/// Which of the local tensor's heads go to which rank.
+///
+/// A head may go to several ranks (key/value heads when G < P) or to none (an uneven stage). [`to_heads`](Self::to_heads)
+/// and [`to_sequence`](Self::to_sequence) are each other's adjoints: what was sent to several ranks comes back as a sum.
+/// If every head goes to one rank they are inverses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeadExchange {
+    heads: usize,
+    to: Vec<Vec<usize>>,
+}
+
+/// What a rank knows of the heads it will get back, also if it holds none of them: a description, not a tensor, so that it
+/// keeps nothing alive.
+#[derive(Clone, Debug)]
+pub struct HeadShape {
+    batch: usize,
+    dim: usize,
+    dtype: DType,
+    device: Device,
+}
+
+impl HeadShape {
+    /// The description of `x` [B, L, heads, D].
+    pub fn of(x: &Tensor<4>) -> Self {
+        let [batch, _, _, dim] = x.dims();
+        Self { batch, dim, dtype: x.dtype(), device: x.device() }
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+}
+
+impl HeadExchange {
+    /// `to[r]`: the heads (indices below `heads`) that rank r receives, in the order in which it will hold them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if an index is not below `heads`.
+    pub fn new(heads: usize, to: Vec<Vec<usize>>) -> Result<Self> {
+        if let Some(head) = to.iter().flatten().find(|head| **head >= heads) {
+            return Err(Error::invalid(
+                "HeadExchange::new",
+                format!("head {head} of {heads}"),
+                "number heads from 0",
+            ));
+        }
+        Ok(Self { heads, to })
+    }
+
+    /// The heads that each rank receives.
+    pub fn to(&self) -> &[Vec<usize>] {
+        &self.to
+    }
+
+    /// All tokens of this rank's heads, from every rank's tokens of all heads; `None` if this rank gets no head.
+    ///
+    /// # Shapes
+    ///
+    /// [B, L, heads, D] -> [B, S, n, D], in the order of the sequence and without padding; without autodiff.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Group`] if the collective fails.
+    ///
+    /// # Communication
+    ///
+    /// Each rank sends `B L D * size` bytes per head that goes to another rank.
+    pub fn to_heads(
+        &self,
+        x: Tensor<4>,
+        group: &ProcessGroup,
+        layout: &SequenceLayout,
+    ) -> Result<Option<Tensor<4>>> {
+        let [batch, _, _, dim] = x.dims();
+        let mine = self.to[group.rank()].len();
+        let parts = self.to.iter().map(|heads| select(&x, heads)).collect();
+        drop(x);
+        let expected: Vec<_> = (0..group.size())
+            .map(|rank| (mine > 0).then(|| vec![batch, layout.local_len(rank), mine, dim]))
+            .collect();
+        let received = group.all_to_all_uneven(parts, &expected)?;
+        if mine == 0 {
+            return Ok(None);
+        }
+        let received: Vec<_> = received.into_iter().flatten().collect();
+        Ok(Some(layout.assemble(&received, 1)))
+    }
+
+    /// The way back, and the adjoint: this rank's tokens of all heads. A head that several ranks hold is summed, in
+    /// f32, in rank order; one that no rank holds is zero.
+    ///
+    /// # Shapes
+    ///
+    /// [B, S, n, D] (`None` if this rank holds no head) -> [B, L, heads, D], zero at padding.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Group`] if the collective fails.
+    ///
+    /// # Communication
+    ///
+    /// Each rank sends `B (S - L) D * size` bytes per head that it holds.
+    pub fn to_sequence(
+        &self,
+        y: Option<Tensor<4>>,
+        like: &HeadShape,
+        group: &ProcessGroup,
+        layout: &SequenceLayout,
+    ) -> Result<Tensor<4>> {
+        let (batch, dim) = (like.batch, like.dim);
+        let parts = (0..group.size())
+            .map(|rank| y.as_ref().map(|y| layout.cut(y, 1, rank)))
+            .collect();
+        drop(y);
+        let local = layout.local_len(group.rank());
+        let expected: Vec<_> = self
+            .to
+            .iter()
+            .map(|heads| (!heads.is_empty()).then(|| vec![batch, local, heads.len(), dim]))
+            .collect();
+        let received = group.all_to_all_uneven(parts, &expected)?;
+        if self.to.iter().flatten().copied().eq(0..self.heads) {
+            let mut parts: Vec<_> = received.into_iter().flatten().collect();
+            return Ok(if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) });
+        }
+        let mut sums: Vec<Option<Tensor<4>>> = vec![None; self.heads];
+        for (heads, part) in self.to.iter().zip(received) {
+            let Some(part) = part else { continue };
+            for (slot, head) in heads.iter().enumerate() {
+                let one = part.clone().narrow(2, slot, 1);
+                let sum = sums[*head].take();
+                sums[*head] = Some(match sum {
+                    Some(sum) => sum.cast(DType::F32) + one.cast(DType::F32),
+                    None => one,
+                });
+            }
+        }
+        let heads = sums
+            .into_iter()
+            .map(|sum| match sum {
+                Some(sum) => sum.cast(like.dtype),
+                None => Tensor::zeros([batch, local, 1, dim], (&like.device, like.dtype)),
+            })
+            .collect();
+        Ok(Tensor::cat(heads, 2))
+    }
+}
+
+/// The heads (dim 2) of `x` in the given order; views where they are neighbours.
+fn select(x: &Tensor<4>, heads: &[usize]) -> Option<Tensor<4>> {
+    let (first, rest) = heads.split_first()?;
+    let mut runs = vec![(*first, 1)];
+    for head in rest {
+        match runs.last_mut() {
+            Some((start, len)) if *start + *len == *head => *len += 1,
+            _ => runs.push((*head, 1)),
+        }
+    }
+    let mut parts: Vec<_> =
+        runs.into_iter().map(|(start, len)| x.clone().narrow(2, start, len)).collect();
+    Some(if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) })
+}

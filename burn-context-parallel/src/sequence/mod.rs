@@ -1,0 +1,16 @@
+//! How one sequence lies on ranks: who holds which tokens, and what travels with them.
+//!
+//! A [`Batch`] is a whole sequence; a [`Shard`] is one rank's part of it. They are different types, so that a shard cannot
+//! be sharded again. What a shard needs from its neighbours is put into it *before* the cut: targets are shifted, positions
+//! are global, padding is marked. Nothing later infers a position from an index.
+//!
+//! A [`SequenceLayout`] is a list of index ranges per rank. The contiguous layout is one such list; a zig-zag is another
+//! value of the same type, and nothing that consumes a layout knows which it is.
+
+mod batch;
+mod layout;
+mod rotary;
+
+pub use batch::{Batch, IGNORE_INDEX, Shard};
+pub use layout::{Piece, SequenceLayout};
+pub use rotary::{RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint};

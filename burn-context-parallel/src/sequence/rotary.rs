@@ -1,0 +1,129 @@
+//! Rotary positions (half-rotation, as Hugging Face's Llama), from positions and never from indices.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+
+use crate::vjp::{Inputs, custom_vjp};
+use crate::{Error, Result};
+
+/// The angular frequency of each pair of dimensions, and a factor on cosine and sine (1 but for YaRN).
+///
+/// ```text
+/// inv_freq[i] = theta^(-2i / D),  i in 0..D/2
+/// ```
+///
+/// # References
+///
+/// RoFormer, arXiv 2104.09864.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RotaryFrequencies {
+    inv_freq: Vec<f32>,
+}
+
+impl RotaryFrequencies {
+    /// The default frequencies for heads of `head_dim` dimensions.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if `head_dim` is odd or zero, or `theta` is not a positive number.
+    pub fn new(head_dim: usize, theta: f64) -> Result<Self> {
+        const NAME: &str = "RotaryFrequencies::new";
+        if head_dim == 0 || head_dim % 2 != 0 {
+            return Err(Error::invalid(NAME, format!("head_dim {head_dim}"), "rotary pairs need an even head_dim"));
+        }
+        if !(theta.is_finite() && theta > 0.0) {
+            return Err(Error::invalid(NAME, format!("theta {theta}"), "use a positive number, such as 10000"));
+        }
+        let half = head_dim / 2;
+        // In f32, as PyTorch computes them: pretrained weights expect these very frequencies.
+        let inv_freq = (0..half)
+            .map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32))
+            .collect();
+        Ok(Self { inv_freq })
+    }
+
+    /// Rescales each frequency, for context extension.
+    pub fn map(mut self, f: impl Fn(f32) -> f32) -> Self {
+        self.inv_freq.iter_mut().for_each(|value| *value = f(*value));
+        self
+    }
+
+    /// The head dimension D.
+    pub fn head_dim(&self) -> usize {
+        2 * self.inv_freq.len()
+    }
+
+    /// The frequencies, [D / 2].
+    pub fn values(&self) -> &[f32] {
+        &self.inv_freq
+    }
+
+    /// Cosines and sines for `positions` (rows x length, on the host).
+    ///
+    /// Angles are computed in f64: at position 5 million a product in f32 is off by a quarter of a radian.
+    ///
+    /// # Memory
+    ///
+    /// `rows * length * D * size` bytes for both tables together.
+    ///
+    /// # Panics
+    ///
+    /// If `positions` is not a whole number of rows.
+    pub fn table(&self, positions: &[i64], rows: usize, dtype: DType, device: &Device) -> RotaryTable {
+        let half = self.inv_freq.len();
+        assert!(rows > 0 && positions.len().is_multiple_of(rows), "positions come in whole rows");
+        let mut cos = Vec::with_capacity(positions.len() * half);
+        let mut sin = Vec::with_capacity(positions.len() * half);
+        for position in positions {
+            for frequency in &self.inv_freq {
+                let (s, c) = (*position as f64 * f64::from(*frequency)).sin_cos();
+                cos.push(c);
+                sin.push(s);
+            }
+        }
+        let shape = [rows, positions.len() / rows, 1, half];
+        let tensor = |values: Vec<f64>| {
+            Tensor::<4>::from_data(TensorData::new(values, shape).convert_dtype(dtype), (device, dtype))
+        };
+        RotaryTable { cos: tensor(cos), sin: tensor(sin) }
+    }
+}
+
+/// Cosines and sines, each [B, L, 1, D / 2], without autodiff.
+#[derive(Clone, Debug)]
+pub struct RotaryTable {
+    cos: Tensor<4>,
+    sin: Tensor<4>,
+}
+
+impl RotaryTable {
+    fn rotate(&self, x: Tensor<4>, sign: f64) -> Tensor<4> {
+        let half = x.dims()[3] / 2;
+        let (cos, sin) = (self.cos.clone(), self.sin.clone());
+        let sin = if sign < 0.0 { -sin } else { sin };
+        let first = x.clone().narrow(3, 0, half);
+        let second = x.narrow(3, half, half);
+        let rotated_first = first.clone() * cos.clone() - second.clone() * sin.clone();
+        Tensor::cat(vec![rotated_first, second * cos + first * sin], 3)
+    }
+}
+
+/// Rotates every head of `x` [B, L, heads, D] by its position's angles; tracked.
+///
+/// ```text
+/// (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin),  x1, x2 = the halves of D
+/// ```
+///
+/// # Memory
+///
+/// Nothing is kept for the backward pass but a handle to the table.
+pub fn apply_rotary(x: Tensor<4>, table: &RotaryTable) -> Tensor<4> {
+    let inputs = Inputs::new().input(&x);
+    let saved = table.clone();
+    let y = table.rotate(x.inner(), 1.0);
+    custom_vjp(inputs, y, move |dy: Tensor<4>| vec![Some(saved.rotate(dy, -1.0).into_dispatch())])
+}
+
+/// The adjoint of [`apply_rotary`]: a rotation back, for gradients without autodiff.
+pub fn apply_rotary_adjoint(dy: Tensor<4>, table: &RotaryTable) -> Tensor<4> {
+    table.rotate(dy, -1.0)
+}

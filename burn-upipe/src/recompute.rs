@@ -1,0 +1,317 @@
+//! The one mechanism behind checkpointing and tiling: forward without a tape, tile by tile; backward makes each tile again
+//! on a tape of its own.
+//!
+//! ```text
+//! forward:   y = join_i f(module, x_i)                 x_i = tiles of x; nothing kept but x
+//! backward:  for each i: y_i again, pulled back to dx_i and to the parameters, whose gradients are summed over tiles
+//! ```
+//!
+//! One tile is block-level checkpointing. The sequence context of the forward pass is entered again in the backward pass,
+//! which may run after its scope has ended.
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::{DType, Gradients, Tensor};
+use burn_context_parallel::attention::{current, scope};
+use burn_context_parallel::vjp::{AnyTensor, InputGradients, Inputs, custom_vjp, pullback};
+use burn_context_parallel::{Error, raise};
+
+/// How tiles' results become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Join {
+    /// Side by side along the tiled dim.
+    Concat,
+    /// Added up.
+    Sum,
+}
+
+/// How many elements of a result are compared with the recomputed one.
+const SAMPLES: usize = 32;
+
+/// `f` over tiles of `x` along `dim`, with lengths `tiles`; see the module's documentation.
+///
+/// `f` must be a function of its arguments and of tensors without autodiff. It runs twice, so that randomness in it would give
+/// gradients of another function than the one that was computed: what it gives the second time is compared with
+/// the first, and a difference is [raised](burn_context_parallel::raise).
+pub(crate) fn recompute<M, F, const D: usize, const E: usize>(
+    name: &'static str,
+    module: &M,
+    x: Tensor<D>,
+    dim: usize,
+    tiles: Vec<usize>,
+    join: Join,
+    f: F,
+) -> Tensor<E>
+where
+    M: Module + 'static,
+    F: Fn(&M, Tensor<D>, usize) -> Tensor<E> + Send + 'static,
+{
+    let leaves = leaves(name, module);
+    if !x.is_autodiff() && !leaves.iter().any(|leaf| leaf.autodiff) {
+        let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
+        for (i, start, len) in starts(&tiles) {
+            joined.add(f(module, tile(&x, dim, start, len), i), start, len);
+        }
+        return joined.finish();
+    }
+    let context = current();
+    let inputs = Inputs::new().input(&x).leaves(leaves.into_iter().map(|leaf| leaf.tensor));
+    let (x, module) = (x.inner(), module.valid());
+    let mut witness = None;
+    let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
+    for (i, start, len) in starts(&tiles) {
+        let y = f(&module, tile(&x, dim, start, len), i);
+        if y.is_autodiff() {
+            raise(captured(name));
+        }
+        witness.get_or_insert_with(|| Witness::of(&y));
+        joined.add(y, start, len);
+    }
+    let y = joined.finish();
+    let witness = witness.expect("there is at least one tile");
+
+    custom_vjp(inputs, y, move |dy: Tensor<E>| {
+        scope(context, || {
+            let mut total = Total::default();
+            let whole = tiles.iter().sum();
+            for (i, start, len) in starts(&tiles) {
+                let x = tile(&x, dim, start, len).autodiff().require_grad();
+                let module = module.clone().train();
+                let y = f(&module, x.clone(), i);
+                if i == 0 {
+                    witness.check(name, &y);
+                }
+                let dy = match join {
+                    Join::Concat => tile(&dy, dim, start, len),
+                    Join::Sum => dy.clone(),
+                };
+                let mut gradients = pullback(y, dy);
+                total.add_input(x.grad_remove(&mut gradients), x.dims(), dim, start, whole);
+                total.add_parameters(&module, &mut gradients);
+            }
+            total.into_gradients()
+        })
+    })
+}
+
+/// The equal cut of `len` into `count` tiles: lengths that differ by one at most.
+pub(crate) fn even_tiles(len: usize, count: usize) -> Vec<usize> {
+    let count = count.clamp(1, len.max(1));
+    (0..count).map(|i| len / count + usize::from(i < len % count)).collect()
+}
+
+fn starts(tiles: &[usize]) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
+    tiles.iter().enumerate().scan(0, |end, (i, len)| {
+        *end += len;
+        Some((i, *end - len, *len))
+    })
+}
+
+fn tile<const D: usize>(x: &Tensor<D>, dim: usize, start: usize, len: usize) -> Tensor<D> {
+    if dim >= D || len == x.dims()[dim] { x.clone() } else { x.clone().narrow(dim, start, len) }
+}
+
+fn x_len<const D: usize>(x: &Tensor<D>, dim: usize) -> usize {
+    x.dims().get(dim).copied().unwrap_or(1)
+}
+
+/// The result while it grows: tiles are written into it one by one, so that it never exists twice.
+struct Joined<const E: usize> {
+    name: &'static str,
+    dim: usize,
+    join: Join,
+    len: usize,
+    whole: Option<Tensor<E>>,
+}
+
+impl<const E: usize> Joined<E> {
+    fn new(name: &'static str, dim: usize, join: Join, len: usize) -> Self {
+        Self { name, dim, join, len, whole: None }
+    }
+
+    fn add(&mut self, part: Tensor<E>, start: usize, len: usize) {
+        let whole = self.whole.take();
+        self.whole = Some(match (self.join, whole) {
+            (Join::Sum, None) => part,
+            (Join::Sum, Some(sum)) => sum + part,
+            (Join::Concat, None) if len == self.len => part,
+            (Join::Concat, whole) => {
+                let mut dims = part.dims();
+                if self.dim >= E || dims[self.dim] != len {
+                    raise(Error::invalid(
+                        self.name,
+                        format!("a tile of {len} tokens gave a result of shape {dims:?}"),
+                        format!("a tiled function must keep the length of dim {}", self.dim),
+                    ));
+                }
+                dims[self.dim] = self.len;
+                let whole = whole.unwrap_or_else(|| Tensor::zeros(dims, (&part.device(), part.dtype())));
+                write(whole, self.dim, start, part)
+            }
+        });
+    }
+
+    fn finish(self) -> Tensor<E> {
+        self.whole.expect("there is at least one tile")
+    }
+}
+
+/// Writes `part` into `whole` at `start` of `dim`; in place, since nobody shares `whole`.
+fn write<const E: usize>(whole: Tensor<E>, dim: usize, start: usize, part: Tensor<E>) -> Tensor<E> {
+    let dims = part.dims();
+    let ranges: [std::ops::Range<usize>; E] =
+        std::array::from_fn(|d| if d == dim { start..start + dims[d] } else { 0..dims[d] });
+    whole.slice_assign(ranges, part)
+}
+
+/// Gradients summed over tiles.
+#[derive(Default)]
+struct Total {
+    input: Option<AnyTensor>,
+    parameters: Vec<Option<AnyTensor>>,
+}
+
+impl Total {
+    fn add_input<const D: usize>(&mut self, dx: Option<Tensor<D>>, tile: [usize; D], dim: usize, start: usize, whole: usize) {
+        let Some(dx) = dx else { return };
+        if dim >= D || tile[dim] == whole {
+            self.input = Some(dx.into_dispatch());
+            return;
+        }
+        let total = match self.input.take() {
+            Some(total) => Tensor::<D>::from_dispatch(total),
+            None => {
+                let mut dims = tile;
+                dims[dim] = whole;
+                Tensor::zeros(dims, (&dx.device(), dx.dtype()))
+            }
+        };
+        self.input = Some(write(total, dim, start, dx).into_dispatch());
+    }
+
+    fn add_parameters<M: Module>(&mut self, module: &M, gradients: &mut Gradients) {
+        struct Add<'a> {
+            total: &'a mut Vec<Option<AnyTensor>>,
+            gradients: &'a mut Gradients,
+            seen: Vec<ParamId>,
+        }
+        impl ModuleVisitor for Add<'_> {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if self.seen.contains(&param.id) {
+                    return; // tied: its gradient has been taken
+                }
+                self.seen.push(param.id);
+                let slot = self.seen.len() - 1;
+                if self.total.len() == slot {
+                    self.total.push(None);
+                }
+                if let Some(grad) = param.base().grad_remove(self.gradients) {
+                    let sum = match self.total[slot].take() {
+                        Some(total) => Tensor::<D>::from_dispatch(total) + grad,
+                        None => grad,
+                    };
+                    self.total[slot] = Some(sum.into_dispatch());
+                }
+            }
+        }
+        module.visit(&mut Add { total: &mut self.parameters, gradients, seen: Vec::new() });
+    }
+
+    fn into_gradients(self) -> InputGradients {
+        std::iter::once(self.input).chain(self.parameters).collect()
+    }
+}
+
+struct Leaf {
+    tensor: AnyTensor,
+    autodiff: bool,
+}
+
+/// The module's float parameters, each once, in visiting order.
+fn leaves<M: Module>(name: &'static str, module: &M) -> Vec<Leaf> {
+    struct Collect {
+        name: &'static str,
+        seen: Vec<ParamId>,
+        leaves: Vec<Leaf>,
+    }
+    impl ModuleVisitor for Collect {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if self.seen.contains(&param.id) {
+                return;
+            }
+            self.seen.push(param.id);
+            let base = param.base();
+            let autodiff = base.is_autodiff();
+            if autodiff && base.is_tracked() && !base.is_require_grad() {
+                raise(Error::invalid(
+                    self.name,
+                    format!("parameter {} of shape {:?} is the result of an operation", param.id, base.dims()),
+                    "parameters must be leaves: their gradients would be lost",
+                ));
+            }
+            self.leaves.push(Leaf { tensor: base.into_dispatch(), autodiff });
+        }
+    }
+    let mut collect = Collect { name, seen: Vec::new(), leaves: Vec::new() };
+    module.visit(&mut collect);
+    collect.leaves
+}
+
+/// A few elements of a result, to tell whether the recomputation gives the same.
+struct Witness {
+    samples: Vec<f32>,
+}
+
+impl Witness {
+    fn of<const E: usize>(y: &Tensor<E>) -> Self {
+        let dims = y.dims();
+        let len: usize = dims.iter().product();
+        let count = SAMPLES.min(len);
+        let samples = (0..count)
+            .map(|i| {
+                // An odd stride, so that samples meet every position of a power-of-two width.
+                let mut at = (i * ((len / count) | 1)) % len;
+                let mut ranges: [std::ops::Range<usize>; E] = std::array::from_fn(|_| 0..1);
+                for d in (0..E).rev() {
+                    ranges[d] = at % dims[d]..at % dims[d] + 1;
+                    at /= dims[d];
+                }
+                y.clone().slice(ranges).cast(DType::F32)
+            })
+            .map(|sample| sample.reshape([1]))
+            .collect::<Vec<Tensor<1>>>();
+        let samples = if samples.is_empty() {
+            Vec::new()
+        } else {
+            Tensor::cat(samples, 0).into_data().iter::<f32>().collect()
+        };
+        Self { samples }
+    }
+
+    /// Rounding may differ (a backend can choose other kernels under autodiff); another random mask is of another size.
+    fn check<const E: usize>(&self, name: &'static str, y: &Tensor<E>) {
+        let tolerance = if matches!(y.dtype(), DType::F32 | DType::F64) { 1e-3 } else { 5e-2 };
+        let again = Self::of(&y.clone().inner());
+        let largest = self.samples.iter().chain(&again.samples).fold(0f32, |max, value| max.max(value.abs()));
+        let differs = |(a, b): (&f32, &f32)| {
+            (a - b).abs() > tolerance * largest && !(a.is_nan() && b.is_nan()) && a != b
+        };
+        if let Some(at) = self.samples.iter().zip(&again.samples).position(differs) {
+            raise(Error::invalid(
+                name,
+                format!(
+                    "the recomputation gave {} where the forward pass gave {}",
+                    again.samples[at], self.samples[at]
+                ),
+                "the block must give the same twice: without dropout or other randomness, and without state that changes between forward and backward",
+            ));
+        }
+    }
+}
+
+fn captured(name: &'static str) -> Error {
+    Error::invalid(
+        name,
+        "the function gave a tracked result from untracked inputs",
+        "capture only tensors without autodiff (`.inner()`), and use the module that is passed in, not one from outside",
+    )
+}

@@ -1,0 +1,179 @@
+//! The output layer and the loss over tiles of tokens: logits [B L, V] never exist as a whole.
+
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn_context_parallel::attention::current;
+use burn_context_parallel::group::{ProcessGroup, ReduceOp};
+use burn_context_parallel::sequence::IGNORE_INDEX;
+use burn_context_parallel::{Error, Result};
+
+use super::tiles;
+use crate::recompute::{Join, recompute};
+
+const NAME: &str = "tiled_cross_entropy";
+
+/// The loss of one step over all ranks.
+#[derive(Clone, Debug)]
+pub struct TokenLoss {
+    /// The mean over all valid targets of all ranks [1], the same on every rank. Its gradient on this rank is that of this
+    /// rank's targets: gradients summed over ranks are those of the whole.
+    pub mean: Tensor<1>,
+    /// Valid targets of all ranks.
+    pub valid: usize,
+}
+
+/// Linear layer and cross-entropy, over tiles of tokens.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_upipe::tiling::TiledLinearCrossEntropy;
+///
+/// let device = Device::flex().autodiff();
+/// let head = TiledLinearCrossEntropy::new(LinearConfig::new(4, 10).with_bias(false).init(&device), Some(2));
+/// let x = Tensor::<3>::zeros([1, 3, 4], &device).require_grad();
+/// let targets = Tensor::<2, Int>::from_ints([[1, -100, 3]], &Device::flex());
+/// let loss = head.forward(x, targets, None)?;
+/// assert_eq!(loss.valid, 2);
+/// assert!((loss.mean.into_scalar::<f32>() - 10f32.ln()).abs() < 1e-6);
+/// # Ok::<(), burn_context_parallel::Error>(())
+/// ```
+#[derive(Module, Debug)]
+pub struct TiledLinearCrossEntropy {
+    /// The output layer, [E, V].
+    pub inner: Linear,
+    #[module(skip)]
+    tile: Option<usize>,
+}
+
+impl TiledLinearCrossEntropy {
+    /// The loss of `linear`'s logits, over tiles of at most `tile` tokens; `None`, or 0, takes all at once.
+    pub fn new(linear: Linear, tile: Option<usize>) -> Self {
+        Self { inner: linear, tile: tile.filter(|tile| *tile > 0) }
+    }
+
+    /// As [`tiled_cross_entropy`], with the layer of this module.
+    ///
+    /// # Errors
+    ///
+    /// As [`tiled_cross_entropy`].
+    pub fn forward(&self, x: Tensor<3>, targets: Tensor<2, Int>, group: Option<&ProcessGroup>) -> Result<TokenLoss> {
+        tiled_cross_entropy(&self.inner, x, targets, self.tile, group, |linear, x| linear.forward(x))
+    }
+}
+
+/// Cross-entropy of `project(module, x)` against `targets`, one mean over all valid targets of all ranks.
+///
+/// ```text
+/// mean = sum_r sum_i (logsumexp(z_i) - z_i[t_i]) / sum_r count_r,   z = project(module, x),  t_i != IGNORE_INDEX
+/// ```
+///
+/// The ranks are those of `group`, or if that is `None` those of the sequence scope. Targets are already shifted, as
+/// [`Batch::shard`](burn_context_parallel::sequence::Batch::shard) has them. Without any valid target the loss is 0 and so is every gradient; a rank without targets adds
+/// zero. Logits are taken to f32 before the softmax.
+///
+/// # Shapes
+///
+/// `x`: [B, L, E], `targets`: [B, L], `project`: [B, n, E] -> [B, n, V].
+///
+/// # Errors
+///
+/// [`Error::Invalid`] if the shapes differ; [`Error::Group`] if the collective fails.
+///
+/// # Memory
+///
+/// `x` is kept; [`cross_entropy_bytes`] at the peak, which grows with the tile and not with L.
+///
+/// # Communication
+///
+/// 16 bytes to each rank.
+pub fn tiled_cross_entropy<M, F>(
+    module: &M,
+    x: Tensor<3>,
+    targets: Tensor<2, Int>,
+    tile: Option<usize>,
+    group: Option<&ProcessGroup>,
+    project: F,
+) -> Result<TokenLoss>
+where
+    M: Module + 'static,
+    F: Fn(&M, Tensor<3>) -> Tensor<3> + Send + 'static,
+{
+    let [batch, local, _] = x.dims();
+    if targets.dims() != [batch, local] {
+        return Err(Error::invalid(
+            NAME,
+            format!("targets of shape {:?} for x of shape {:?}", targets.dims(), x.dims()),
+            "give one target per token, already shifted",
+        ));
+    }
+    let targets = targets.inner();
+    let host: Vec<i64> = targets.to_data().iter::<i64>().collect();
+    let valid = host.iter().filter(|target| **target != IGNORE_INDEX).count();
+
+    // Untiled is one tile that the tape keeps in full.
+    let cut = tile.map_or_else(|| vec![local], |tile| tiles(local, tile));
+    let starts: Vec<usize> = cut.iter().scan(0, |end, len| { *end += len; Some(*end - len) }).collect();
+    let lengths = cut.clone();
+    let f = move |module: &M, x: Tensor<3>, i: usize| {
+        let targets = targets.clone().narrow(1, starts[i], lengths[i]);
+        summed(project(module, x), targets)
+    };
+    let sum = if tile.is_some() {
+        recompute(NAME, module, x, 1, cut, Join::Sum, f)
+    } else {
+        f(module, x, 0)
+    };
+
+    let scope = current();
+    let group = group.or(scope.as_ref().map(|context| context.group()));
+    mean(sum, valid, group)
+}
+
+/// The sum of the losses of the valid targets, [1] in f32.
+fn summed(logits: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<1> {
+    let [batch, len, vocabulary] = logits.dims();
+    let logits = logits.reshape([batch * len, vocabulary]);
+    let logits = if logits.dtype() == DType::F64 { logits } else { logits.cast(DType::F32) };
+    let targets = targets.reshape([batch * len, 1]);
+    let ignored = targets.clone().equal_elem(IGNORE_INDEX);
+    let targets = targets.mask_fill(ignored.clone(), 0);
+    let (targets, ignored) = if logits.is_autodiff() {
+        (targets.autodiff(), ignored.autodiff())
+    } else {
+        (targets, ignored)
+    };
+    let losses = -log_softmax(logits, 1).gather(1, targets);
+    // Selected, not multiplied by zero: a NaN at a padding position must not spread.
+    losses.mask_fill(ignored, 0.0).sum()
+}
+
+/// The mean over ranks as a value, with this rank's part as its gradient.
+fn mean(sum: Tensor<1>, valid: usize, group: Option<&ProcessGroup>) -> Result<TokenLoss> {
+    let mut total = (f64::from(sum.clone().inner().into_scalar::<f32>()), valid);
+    if let Some(group) = group.filter(|group| group.size() > 1) {
+        let data = TensorData::from([total.0, total.1 as f64]);
+        let data: Vec<f64> = group.all_reduce(data, ReduceOp::Sum)?.iter::<f64>().collect();
+        total = (data[0], data[1] as usize);
+    }
+    let (total, count) = total;
+    if count == 0 {
+        // Zero with a path to every parameter, so that gradients exist and are zero.
+        return Ok(TokenLoss { mean: sum * 0.0, valid: 0 });
+    }
+    let own = sum / count as f64;
+    let others = total / count as f64 - f64::from(own.clone().inner().into_scalar::<f32>());
+    Ok(TokenLoss { mean: own + others, valid: count })
+}
+
+/// Bytes at the peak of [`tiled_cross_entropy`]'s backward pass above its inputs, outputs and weights, for a tile of n tokens:
+/// logits, their f32 form, the softmax and its gradient, and one tile of x and dx.
+///
+/// ```text
+/// B n (V (2 size + 4 * 4) + 3 E size)
+/// ```
+pub fn cross_entropy_bytes(batch: usize, tile: usize, vocabulary: usize, width: usize, size: usize) -> usize {
+    batch * tile * (vocabulary * (2 * size + 16) + 3 * width * size)
+}

@@ -1,0 +1,18 @@
+//! Work that is done token by token, done a tile of tokens at a time: its intermediates are as large as a tile, not as
+//! the sequence.
+//!
+//! - [`TiledMlp`], [`TiledNorm`]: y = f(x), tile by tile.
+//! - [`TiledLinearCrossEntropy`], [`tiled_cross_entropy`]: the output layer and the loss; logits are never whole.
+//!
+//! Tiles are recomputed in the backward pass by the same mechanism as a checkpointed block. Choose them as large as memory
+//! allows: small tiles cost speed.
+//!
+//! # References
+//!
+//! ALST, arXiv 2506.13996.
+
+mod cross_entropy;
+mod tokens;
+
+pub use cross_entropy::{TiledLinearCrossEntropy, TokenLoss, cross_entropy_bytes, tiled_cross_entropy};
+pub use tokens::{TiledMlp, TiledNorm, tile_bytes, tiles};

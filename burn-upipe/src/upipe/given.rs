@@ -1,0 +1,53 @@
+//! Stages that take slices of given q, k, v in place of projections.
+
+use burn::tensor::Tensor;
+use burn_context_parallel::vjp::{InputGradients, Inputs};
+
+use super::StageSource;
+use super::source::{add, select, write};
+
+/// Whole q, k and v [B, L, heads, D] of this rank's tokens; a stage takes slices of them.
+///
+/// For checking the schedule and the operation against attention references, and for models whose q, k, v exist anyway.
+#[derive(Clone, Debug)]
+pub struct Given {
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    dq: Option<Tensor<4>>,
+    dkv: Option<(Tensor<4>, Tensor<4>)>,
+}
+
+impl Given {
+    /// The source, and what [`upipe`](super::upipe()) differentiates with respect to: `q`, `k`, `v` [B, L, heads, D], tracked or not.
+    pub fn new(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> (Self, Inputs) {
+        let inputs = Inputs::new().input(&q).input(&k).input(&v);
+        (Self { q: q.inner(), k: k.inner(), v: v.inner(), dq: None, dkv: None }, inputs)
+    }
+}
+
+impl StageSource for Given {
+    fn queries(&self, heads: &[usize]) -> Tensor<4> {
+        select(&self.q, heads)
+    }
+
+    fn keys_values(&self, heads: &[usize]) -> (Tensor<4>, Tensor<4>) {
+        (select(&self.k, heads), select(&self.v, heads))
+    }
+
+    fn add_queries(&mut self, heads: &[usize], dq: Tensor<4>) {
+        let total = self.dq.take().unwrap_or_else(|| self.q.zeros_like());
+        self.dq = Some(write(total, heads, &dq.cast(self.q.dtype())));
+    }
+
+    fn add_keys_values(&mut self, heads: &[usize], dk: Tensor<4>, dv: Tensor<4>) {
+        let (k, v) = self.dkv.take().unwrap_or_else(|| (self.k.zeros_like(), self.v.zeros_like()));
+        let dtype = self.k.dtype();
+        self.dkv = Some((add(k, heads, &dk.cast(dtype)), add(v, heads, &dv.cast(dtype))));
+    }
+
+    fn into_gradients(self) -> InputGradients {
+        let (dk, dv) = self.dkv.unzip();
+        [self.dq, dk, dv].map(|grad| grad.map(Tensor::into_dispatch)).into()
+    }
+}

@@ -1,0 +1,273 @@
+//! The attention module: U-Pipe, plain Ulysses or one device, by configuration.
+
+use burn::config::Config;
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use burn_context_parallel::attention::{SequenceContext, current, ulysses};
+use burn_context_parallel::flash::{FlashOptions, flash_attention};
+use burn_context_parallel::sequence::{RotaryFrequencies, apply_rotary};
+use burn_context_parallel::{Error, OrRaise, Result};
+
+use super::{Projection, ProjectionWeights, Schedule, upipe};
+
+const NAME: &str = "UPipeAttention";
+
+/// How attention runs; the result is the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionScheme {
+    /// The whole sequence on one device.
+    Single,
+    /// All heads at once, over the ranks of the scope.
+    Ulysses,
+    /// Head group by head group, over the ranks of the scope.
+    UPipe {
+        /// Query heads (over all ranks) a stage, U: 1 to H; `None` takes [`Schedule::default_per_stage`].
+        heads_per_stage: Option<usize>,
+    },
+}
+
+impl Default for AttentionScheme {
+    fn default() -> Self {
+        Self::UPipe { heads_per_stage: None }
+    }
+}
+
+/// Configuration of [`UPipeAttention`].
+#[derive(Config, Debug)]
+pub struct UPipeAttentionConfig {
+    /// Model width E.
+    pub d_model: usize,
+    /// Query heads H.
+    pub heads: usize,
+    /// Key/value heads G, a divisor of H.
+    pub kv_heads: usize,
+    /// Head dimension D; H * D need not be E.
+    pub head_dim: usize,
+    /// Biases on the q, k and v projections.
+    #[config(default = false)]
+    pub qkv_bias: bool,
+    /// Bias on the output projection.
+    #[config(default = false)]
+    pub output_bias: bool,
+    /// Whether a token sees only what came before it.
+    #[config(default = true)]
+    pub causal: bool,
+    /// Factor on scores; 1 / sqrt(D) if absent.
+    pub scale: Option<f64>,
+}
+
+/// Self-attention over a sequence that may lie on many ranks, with rotary positions.
+///
+/// ```text
+/// y = concat_h(softmax(scale q_h k_h^T) v_h) Wo,  q_h = rotary(x Wq_h), k_h = rotary(x Wk_h), v_h = x Wv_h
+/// ```
+///
+/// The sequence is the one of the [scope](burn_context_parallel::attention::ContextParallel::scope) in which it is called, or of the context
+/// given to [`forward_in`](Self::forward_in); outside any scope the input is a whole sequence from position 0.
+#[derive(Module, Debug)]
+pub struct UPipeAttention {
+    /// [E, H * D].
+    pub q_proj: Linear,
+    /// [E, G * D].
+    pub k_proj: Linear,
+    /// [E, G * D].
+    pub v_proj: Linear,
+    /// [H * D, E].
+    pub o_proj: Linear,
+    #[module(skip)]
+    settings: Settings,
+}
+
+#[derive(Clone, Debug)]
+struct Settings {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    options: FlashOptions,
+    rotary: Option<RotaryFrequencies>,
+    scheme: AttentionScheme,
+}
+
+impl UPipeAttentionConfig {
+    /// The module, on `device`, without rotary positions and with the default scheme.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if a count is zero, G does not divide H, or the scale is not a number.
+    pub fn init(&self, device: &Device) -> Result<UPipeAttention> {
+        if self.d_model == 0 || self.head_dim == 0 {
+            return Err(Error::invalid(
+                NAME,
+                format!("d_model {}, head_dim {}", self.d_model, self.head_dim),
+                "make both positive",
+            ));
+        }
+        Schedule::new(self.heads, self.kv_heads, 1, self.heads.max(1))?;
+        if self.scale.is_some_and(|scale| !scale.is_finite()) {
+            return Err(Error::invalid(NAME, format!("scale {:?}", self.scale), "use a finite number, or None"));
+        }
+        let linear = |from: usize, to: usize, bias: bool| LinearConfig::new(from, to).with_bias(bias).init(device);
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let mut options = if self.causal { FlashOptions::causal() } else { FlashOptions::full() };
+        if let Some(scale) = self.scale {
+            options = options.with_scale(scale);
+        }
+        Ok(UPipeAttention {
+            q_proj: linear(self.d_model, q, self.qkv_bias),
+            k_proj: linear(self.d_model, kv, self.qkv_bias),
+            v_proj: linear(self.d_model, kv, self.qkv_bias),
+            o_proj: linear(q, self.d_model, self.output_bias),
+            settings: Settings {
+                heads: self.heads,
+                kv_heads: self.kv_heads,
+                head_dim: self.head_dim,
+                options,
+                rotary: None,
+                scheme: AttentionScheme::default(),
+            },
+        })
+    }
+}
+
+impl UPipeAttention {
+    /// Adds rotary positions.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the frequencies are for another head dimension.
+    pub fn with_rotary(mut self, frequencies: RotaryFrequencies) -> Result<Self> {
+        if frequencies.head_dim() != self.settings.head_dim {
+            return Err(Error::invalid(
+                NAME,
+                format!("rotary frequencies for head_dim {}, heads of {}", frequencies.head_dim(), self.settings.head_dim),
+                "make them for the same head_dim",
+            ));
+        }
+        self.settings.rotary = Some(frequencies);
+        Ok(self)
+    }
+
+    /// Chooses how attention runs.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the heads per stage are not in 1..=H.
+    pub fn with_scheme(mut self, scheme: AttentionScheme) -> Result<Self> {
+        if let AttentionScheme::UPipe { heads_per_stage: Some(heads_per_stage) } = scheme {
+            Schedule::new(self.settings.heads, self.settings.kv_heads, 1, heads_per_stage)?;
+        }
+        self.settings.scheme = scheme;
+        Ok(self)
+    }
+
+    /// The stages that `ranks` ranks walk, for printing; one stage unless the scheme is U-Pipe.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if there are no ranks.
+    pub fn schedule(&self, ranks: usize) -> Result<Schedule> {
+        let Settings { heads, kv_heads, .. } = self.settings;
+        let per_stage = match self.settings.scheme {
+            AttentionScheme::Single | AttentionScheme::Ulysses => heads,
+            AttentionScheme::UPipe { heads_per_stage } => {
+                heads_per_stage.unwrap_or_else(|| Schedule::default_per_stage(heads, ranks))
+            }
+        };
+        Schedule::new(heads, kv_heads, ranks, per_stage)
+    }
+
+    /// Attention over the sequence at hand.
+    ///
+    /// # Shapes
+    ///
+    /// [B, L, E] -> [B, L, E].
+    ///
+    /// # Panics
+    ///
+    /// [Raises](burn_context_parallel::raise) what [`forward_in`](Self::forward_in) returns as an error.
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let context = match current() {
+            Some(context) => context,
+            None => SequenceContext::single(x.dims()[1], x.dims()[0]).or_raise(),
+        };
+        self.forward_in(x, &context).or_raise()
+    }
+
+    /// Attention over the sequence of `context`.
+    ///
+    /// # Shapes
+    ///
+    /// [B, L, E] -> [B, L, E], L this rank's tokens.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if `x` is not this rank's shard, or the scheme is for one device and the group is larger;
+    /// [`Error::Group`] if another rank fails.
+    ///
+    /// # Memory
+    ///
+    /// Under U-Pipe as [`upipe`](super::upipe()); under Ulysses and on one device q, k, v and out are whole.
+    pub fn forward_in(&self, x: Tensor<3>, context: &SequenceContext) -> Result<Tensor<3>> {
+        let [batch, local, _] = x.dims();
+        context.expect(NAME, batch, local)?;
+        let Settings { heads, head_dim, .. } = self.settings;
+        let out = match self.settings.scheme {
+            AttentionScheme::Single if context.group().size() > 1 => {
+                return Err(Error::invalid(
+                    NAME,
+                    format!("AttentionScheme::Single in a group of {} ranks", context.group().size()),
+                    "use Ulysses or UPipe, or give one rank the whole sequence",
+                ));
+            }
+            AttentionScheme::Single | AttentionScheme::Ulysses => self.whole(x, context)?,
+            AttentionScheme::UPipe { .. } => self.staged(x, context)?,
+        };
+        Ok(self.o_proj.forward(out.reshape([batch, local, heads * head_dim])))
+    }
+
+    /// q, k, v as wholes: [B, L, H, D].
+    fn whole(&self, x: Tensor<3>, context: &SequenceContext) -> Result<Tensor<4>> {
+        let Settings { heads, kv_heads, head_dim, options, rotary, .. } = &self.settings;
+        let [batch, local, _] = x.dims();
+        let project = |linear: &Linear, heads: usize| {
+            linear.forward(x.clone()).reshape([batch, local, heads, *head_dim])
+        };
+        let mut q = project(&self.q_proj, *heads);
+        let mut k = project(&self.k_proj, *kv_heads);
+        let v = project(&self.v_proj, *kv_heads);
+        drop(x);
+        if let Some(frequencies) = rotary {
+            let table = context.rotary(frequencies, q.dtype(), &q.device());
+            q = apply_rotary(q, &table);
+            k = apply_rotary(k, &table);
+        }
+        let (q, k, v) = (q.swap_dims(1, 2), k.swap_dims(1, 2), v.swap_dims(1, 2));
+        let out = if context.group().size() == 1 {
+            flash_attention(q, k, v, options)?
+        } else {
+            ulysses(q, k, v, options, context.group(), context.layout(), context.layout())?
+        };
+        Ok(out.swap_dims(1, 2))
+    }
+
+    /// A stage's heads at a time: [B, L, H, D].
+    fn staged(&self, x: Tensor<3>, context: &SequenceContext) -> Result<Tensor<4>> {
+        let Settings { head_dim, options, rotary, .. } = &self.settings;
+        let schedule = self.schedule(context.group().size())?;
+        let table = rotary.as_ref().map(|frequencies| context.rotary(frequencies, x.dtype(), &x.device()));
+        let bias = |linear: &Linear| linear.bias.as_ref().map(|bias| bias.val());
+        let bias = match (bias(&self.q_proj), bias(&self.k_proj), bias(&self.v_proj)) {
+            (Some(q), Some(k), Some(v)) => Some((q, k, v)),
+            _ => None,
+        };
+        let weights = ProjectionWeights {
+            q: self.q_proj.weight.val(),
+            k: self.k_proj.weight.val(),
+            v: self.v_proj.weight.val(),
+            bias,
+        };
+        let (source, inputs) = Projection::new(x, weights, *head_dim, table);
+        upipe(source, inputs, &schedule, options, context)
+    }
+}

@@ -1,0 +1,229 @@
+//! Stages that project their heads from the block's input.
+
+use burn::tensor::Tensor;
+use burn_context_parallel::sequence::{RotaryTable, apply_rotary, apply_rotary_adjoint};
+use burn_context_parallel::vjp::{InputGradients, Inputs};
+
+use super::StageSource;
+use super::source::runs;
+
+/// Query, key and value projections as Burn's `Linear` holds them: [E, heads * D], and biases [heads * D].
+#[derive(Clone, Debug)]
+pub struct ProjectionWeights {
+    /// [E, H * D].
+    pub q: Tensor<2>,
+    /// [E, G * D].
+    pub k: Tensor<2>,
+    /// [E, G * D].
+    pub v: Tensor<2>,
+    /// [H * D], [G * D], [G * D].
+    pub bias: Option<(Tensor<1>, Tensor<1>, Tensor<1>)>,
+}
+
+/// The block's input `x` [B, L, E], and weights: a stage's heads are projected from it, rotated, and forgotten.
+///
+/// ```text
+/// q_h = rotary(x Wq[:, h D .. (h + 1) D] + bq)
+/// ```
+#[derive(Clone, Debug)]
+pub struct Projection {
+    x: Tensor<2>,
+    rows: usize,
+    dim: usize,
+    weights: ProjectionWeights,
+    rotary: Option<RotaryTable>,
+    gradients: Gradients,
+}
+
+/// What has been summed so far.
+#[derive(Clone, Debug, Default)]
+struct Gradients {
+    x: Option<Tensor<2>>,
+    q: Option<Tensor<2>>,
+    k: Option<Tensor<2>>,
+    v: Option<Tensor<2>>,
+    bias: [Option<Tensor<2>>; 3],
+}
+
+impl Projection {
+    /// The source, and what [`upipe`](super::upipe()) differentiates with respect to: `x` [B, L, E] and the weights, tracked or not.
+    pub fn new(
+        x: Tensor<3>,
+        weights: ProjectionWeights,
+        dim: usize,
+        rotary: Option<RotaryTable>,
+    ) -> (Self, Inputs) {
+        let mut inputs = Inputs::new().input(&x).input(&weights.q).input(&weights.k).input(&weights.v);
+        if let Some((q, k, v)) = &weights.bias {
+            inputs = inputs.input(q).input(k).input(v);
+        }
+        let [rows, local, width] = x.dims();
+        let weights = ProjectionWeights {
+            q: weights.q.inner(),
+            k: weights.k.inner(),
+            v: weights.v.inner(),
+            bias: weights.bias.map(|(q, k, v)| (q.inner(), k.inner(), v.inner())),
+        };
+        let x = x.inner().reshape([rows * local, width]);
+        (Self { x, rows, dim, weights, rotary, gradients: Gradients::default() }, inputs)
+    }
+
+    fn project(&self, weight: &Tensor<2>, bias: Option<&Tensor<1>>, heads: &[usize]) -> Tensor<4> {
+        let mut y = self.x.clone().matmul(columns(weight, heads, self.dim));
+        if let Some(bias) = bias {
+            y = y + columns(&bias.clone().unsqueeze_dim(0), heads, self.dim);
+        }
+        let local = y.dims()[0] / self.rows;
+        y.reshape([self.rows, local, heads.len(), self.dim])
+    }
+
+    fn rotate(&self, x: Tensor<4>) -> Tensor<4> {
+        match &self.rotary {
+            Some(table) => apply_rotary(x, table),
+            None => x,
+        }
+    }
+
+    fn rotate_back(&self, dx: Tensor<4>) -> Tensor<4> {
+        match &self.rotary {
+            Some(table) => apply_rotary_adjoint(dx, table),
+            None => dx,
+        }
+    }
+
+    /// Adds what one projection's gradient `dy` [B, L, heads, D] gives to x, its weight and its bias.
+    fn pull(&mut self, which: Which, heads: &[usize], dy: Tensor<4>) {
+        let width = heads.len() * self.dim;
+        let rows = self.x.dims()[0];
+        let dy = dy.reshape([rows, width]);
+        let (weight, bias) = self.parts(which);
+        let slice = columns(weight, heads, self.dim);
+        let bias = bias.map(|bias| bias.clone().unsqueeze_dim::<2>(0));
+
+        let d_slice = self.x.clone().transpose().matmul(dy.clone());
+        let total = self.gradients.weight(which).take().unwrap_or_else(|| weight_like(self.parts(which).0));
+        *self.gradients.weight(which) = Some(add_columns(total, heads, self.dim, d_slice));
+
+        if let Some(bias) = bias {
+            let d_bias = dy.clone().sum_dim(0);
+            let total = self.gradients.bias[which as usize].take().unwrap_or_else(|| bias.zeros_like());
+            self.gradients.bias[which as usize] = Some(add_columns(total, heads, self.dim, d_bias));
+        }
+
+        let total = self.gradients.x.take().unwrap_or_else(|| weight_like(&self.x));
+        self.gradients.x = Some(add_product(total, dy, slice.transpose()));
+    }
+
+    fn parts(&self, which: Which) -> (&Tensor<2>, Option<&Tensor<1>>) {
+        let bias = self.weights.bias.as_ref();
+        match which {
+            Which::Q => (&self.weights.q, bias.map(|bias| &bias.0)),
+            Which::K => (&self.weights.k, bias.map(|bias| &bias.1)),
+            Which::V => (&self.weights.v, bias.map(|bias| &bias.2)),
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Which {
+    Q = 0,
+    K = 1,
+    V = 2,
+}
+
+impl Gradients {
+    fn weight(&mut self, which: Which) -> &mut Option<Tensor<2>> {
+        match which {
+            Which::Q => &mut self.q,
+            Which::K => &mut self.k,
+            Which::V => &mut self.v,
+        }
+    }
+}
+
+impl StageSource for Projection {
+    fn queries(&self, heads: &[usize]) -> Tensor<4> {
+        let (weight, bias) = self.parts(Which::Q);
+        self.rotate(self.project(weight, bias, heads))
+    }
+
+    fn keys_values(&self, heads: &[usize]) -> (Tensor<4>, Tensor<4>) {
+        let (k, k_bias) = self.parts(Which::K);
+        let (v, v_bias) = self.parts(Which::V);
+        (self.rotate(self.project(k, k_bias, heads)), self.project(v, v_bias, heads))
+    }
+
+    fn add_queries(&mut self, heads: &[usize], dq: Tensor<4>) {
+        let dq = self.rotate_back(dq);
+        self.pull(Which::Q, heads, dq);
+    }
+
+    fn add_keys_values(&mut self, heads: &[usize], dk: Tensor<4>, dv: Tensor<4>) {
+        let dk = self.rotate_back(dk);
+        self.pull(Which::K, heads, dk);
+        self.pull(Which::V, heads, dv);
+    }
+
+    fn into_gradients(self) -> InputGradients {
+        let Gradients { x, q, k, v, bias } = self.gradients;
+        let [_, width] = self.x.dims();
+        let dtype = self.x.dtype();
+        let x = x.map(|x| {
+            let local = x.dims()[0] / self.rows;
+            x.cast(dtype).reshape([self.rows, local, width]).into_dispatch()
+        });
+        let mut gradients = vec![x];
+        gradients.extend([q, k, v].map(|grad| grad.map(|grad| grad.cast(dtype).into_dispatch())));
+        if self.weights.bias.is_some() {
+            gradients.extend(bias.map(|grad| {
+                grad.map(|grad| grad.cast(dtype).squeeze_dim::<1>(0).into_dispatch())
+            }));
+        }
+        gradients
+    }
+}
+
+/// Zeros in the type in which gradients are summed.
+fn weight_like(x: &Tensor<2>) -> Tensor<2> {
+    Tensor::zeros(x.dims(), (&x.device(), super::execute::accumulator(x.dtype())))
+}
+
+/// The columns of these heads; a view where they are neighbours.
+fn columns(weight: &Tensor<2>, heads: &[usize], dim: usize) -> Tensor<2> {
+    let mut parts: Vec<_> = runs(heads)
+        .into_iter()
+        .map(|(start, len, _)| weight.clone().narrow(1, start * dim, len * dim))
+        .collect();
+    if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 1) }
+}
+
+/// Adds `part` to the columns of these heads; in place where `total` is not shared.
+fn add_columns(total: Tensor<2>, heads: &[usize], dim: usize, part: Tensor<2>) -> Tensor<2> {
+    let rows = total.dims()[0];
+    runs(heads).into_iter().fold(total, |total, (start, len, index)| {
+        let range = [0..rows, start * dim..(start + len) * dim];
+        let part = part.clone().narrow(1, index * dim, len * dim).cast(total.dtype());
+        let sum = total.clone().slice(range.clone()) + part;
+        total.slice_assign(range, sum)
+    })
+}
+
+/// `total + a b`, a few rows at a time, so that the product never exists as a whole beside `total`.
+///
+/// # Memory
+///
+/// About two slices of `total` as large as `a`.
+fn add_product(mut total: Tensor<2>, a: Tensor<2>, b: Tensor<2>) -> Tensor<2> {
+    let [rows, width] = total.dims();
+    let tile = (rows * a.dims()[1]).div_ceil(width).clamp(1, rows.max(1));
+    let mut start = 0;
+    while start < rows {
+        let len = tile.min(rows - start);
+        let range = [start..start + len, 0..width];
+        let part = a.clone().narrow(0, start, len).matmul(b.clone()).cast(total.dtype());
+        let sum = total.clone().slice(range.clone()) + part;
+        total = total.slice_assign(range, sum);
+        start += len;
+    }
+    total
+}
