@@ -61,10 +61,9 @@ impl ProcessGroup {
         if self.size() == 1 {
             return unpack_all(parts, home.as_ref());
         }
-        let parcels = self.prepare_all(parts)?;
+        let parts = self.prepare_all(parts.into_iter().map(Some).collect())?;
         let call = Call { dtype, shapes: Some(vec![shape]), ..self.begin::<T>(operation) };
-        let parcels = parcels.into_iter().map(Some).collect();
-        let parts = exchange_counted(&*self.transport, &call, parcels)?;
+        let parts = exchange_counted(&*self.transport, &call, parts)?;
         unpack_all(parts.into_iter().flatten(), home.as_ref())
     }
 
@@ -110,11 +109,9 @@ impl ProcessGroup {
         if self.size() == 1 {
             return parts.into_iter().map(unpack).collect();
         }
-        let parcels = parts.into_iter().map(|part| part.map(|p| self.transport.prepare(p)).transpose());
-        let parcels = parcels.collect::<Result<_>>()?;
-        let call =
-            Call { dtype, expects: Some(expected.to_vec()), ..self.begin::<T>(operation) };
-        let parts = exchange_counted(&*self.transport, &call, parcels)?;
+        let parts = self.prepare_all(parts)?;
+        let call = Call { dtype, expects: Some(expected.to_vec()), ..self.begin::<T>(operation) };
+        let parts = exchange_counted(&*self.transport, &call, parts)?;
         parts.into_iter().map(unpack).collect()
     }
 
@@ -149,6 +146,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(vec![T::unpack(part, home.as_ref())?]);
         }
+        let own = part.clone();
         let part = self.transport.prepare(part)?;
         let mut call = Call {
             dtype: Some(part.dtype()),
@@ -158,7 +156,9 @@ impl ProcessGroup {
         if operation == Operation::AllGather {
             call.shapes = Some(vec![part.shape().to_vec()]);
         }
-        unpack_all(self.transport.all_gather(&call, part)?, home.as_ref())
+        let mut parts = self.transport.all_gather(&call, part)?;
+        parts[self.rank()] = own;
+        unpack_all(parts, home.as_ref())
     }
 
     /// The reduction of every rank's part for this rank: part `i` goes to rank `i`.
@@ -182,7 +182,8 @@ impl ProcessGroup {
         if self.size() == 1 {
             return T::unpack(parts.remove(0), home.as_ref());
         }
-        let parts = self.prepare_all(parts)?;
+        let parts = parts.into_iter().map(|part| self.transport.prepare(part));
+        let parts = parts.collect::<Result<Vec<_>>>()?;
         let call = Call {
             dtype,
             argument: Some(Argument::Reduce(op)),
@@ -270,24 +271,21 @@ impl ProcessGroup {
                 "give the value there",
             ));
         }
-        let call = |begun: Call| Call {
+        if self.size() == 1 {
+            return value
+                .map_or_else(|| unreachable!("just checked"), |v| T::unpack(v, home.as_ref()));
+        }
+        let call = Call {
             dtype: value.as_ref().map(Parcel::dtype),
             dims: value.as_ref().map(|value| value.shape().len()).or(T::DIMS),
             shapes: value.as_ref().map(|value| vec![value.shape().to_vec()]),
             argument: Some(Argument::Root(root)),
-            ..begun
+            ..self.begin::<T>(operation)
         };
-        if self.size() > 1 {
-            let begun = self.begin::<T>(operation);
-            let call = call(begun);
-            let value = value.filter(|_| is_root).map(|value| self.transport.prepare(value));
-            let value = self.transport.broadcast(&call, value.transpose()?, root)?;
-            return T::unpack(value, home.as_ref());
-        }
-        match value {
-            Some(value) => T::unpack(value, home.as_ref()),
-            None => unreachable!("one rank is its own root"),
-        }
+        let own = value.filter(|_| is_root);
+        let sent = own.clone().map(|value| self.transport.prepare(value)).transpose()?;
+        let arrived = self.transport.broadcast(&call, sent, root)?;
+        T::unpack(own.unwrap_or(arrived), home.as_ref())
     }
 
     /// Passes `value` around the ring: to the rank `by` further on, from the rank `by` before. `by` may be negative.
@@ -339,8 +337,13 @@ impl ProcessGroup {
         Call { sequence: self.transport.begin(), kind: Some(T::KIND), ..Call::new(operation) }
     }
 
-    fn prepare_all(&self, parts: Vec<Parcel>) -> Result<Vec<Parcel>> {
-        parts.into_iter().map(|part| self.transport.prepare(part)).collect()
+    /// Parts for every rank, ready to go; this rank's own stays where it is.
+    fn prepare_all(&self, parts: Vec<Option<Parcel>>) -> Result<Vec<Option<Parcel>>> {
+        let parts = parts.into_iter().enumerate().map(|(to, part)| match part {
+            Some(part) if to != self.rank() => self.transport.prepare(part).map(Some),
+            own => Ok(own),
+        });
+        parts.collect()
     }
 
     fn count_parts(&self, operation: Operation, parts: usize) -> Result<()> {

@@ -1,6 +1,7 @@
 //! What a group says when it breaks: where it began, in which operation, and why.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::call::Operation;
@@ -14,8 +15,8 @@ use super::call::Operation;
 pub struct GroupError {
     /// The rank, in the world, where it began.
     pub rank: usize,
-    /// Where that rank was, or was missed.
-    pub site: Site,
+    /// What that rank was doing, or was missed in.
+    pub operation: Site,
     /// What happened.
     pub cause: Cause,
 }
@@ -28,7 +29,7 @@ pub struct Place {
     /// How many collectives this group had begun before.
     pub sequence: u64,
     /// The group's members, by their rank in the world.
-    pub members: Vec<usize>,
+    pub members: Arc<[usize]>,
 }
 
 /// Where a failure happened.
@@ -110,8 +111,12 @@ impl fmt::Display for Site {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Collective(place) => write!(f, "in {place}"),
-            Self::Outside { after: None } => f.write_str("outside a collective, before the first one"),
-            Self::Outside { after: Some(place) } => write!(f, "outside a collective, after {place}"),
+            Self::Outside { after: None } => {
+                f.write_str("outside a collective, before the first one")
+            }
+            Self::Outside { after: Some(place) } => {
+                write!(f, "outside a collective, after {place}")
+            }
         }
     }
 }
@@ -141,23 +146,23 @@ struct Sentence<'a>(&'a GroupError);
 
 impl fmt::Display for Sentence<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let GroupError { rank, site, cause } = self.0;
+        let GroupError { rank, operation, cause } = self.0;
         match cause {
-            Cause::Failed(message) => write!(f, "rank {rank} failed {site}: {message}"),
-            Cause::Panicked(message) => write!(f, "rank {rank} panicked {site}: {message}"),
+            Cause::Failed(message) => write!(f, "rank {rank} failed {operation}: {message}"),
+            Cause::Panicked(message) => write!(f, "rank {rank} panicked {operation}: {message}"),
             Cause::Departed => write!(
                 f,
-                "rank {rank} returned, but others wait for it {site}: \
+                "rank {rank} returned, but others wait for it {operation}: \
                  every member must make the same calls"
             ),
             Cause::TimedOut { after, missing } => write!(
                 f,
-                "ranks {missing:?} were waited for {site}, for {after:?}: \
+                "ranks {missing:?} were waited for {operation}, for {after:?}: \
                  find what holds them, or raise the timeout if they are only slow"
             ),
             Cause::Disagreed { on, ours, theirs } => write!(
                 f,
-                "ranks disagree on {on} {site}: {ours}, {theirs}: \
+                "ranks disagree on {on} {operation}: {ours}, {theirs}: \
                  every member must make the same calls in the same order"
             ),
         }

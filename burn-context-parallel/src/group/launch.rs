@@ -278,7 +278,10 @@ where
         match builder.spawn(body) {
             Ok(thread) => threads.push(Some(thread)),
             Err(source) => {
-                world.fail(rank, Cause::Failed(format!("its thread could not be started: {source}")));
+                world.fail(
+                    rank,
+                    Cause::Failed(format!("its thread could not be started: {source}")),
+                );
                 outcomes[rank] = Some(Err(LaunchError::NotStarted { rank, source }));
                 // The ranks after it are not started at all; they have nothing to say but the failure.
                 for (rank, outcome) in outcomes.iter_mut().enumerate().skip(rank + 1) {

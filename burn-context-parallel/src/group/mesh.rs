@@ -99,7 +99,8 @@ impl MeshShape {
         let unused = Axis::ALL.into_iter().rev().filter(|&axis| self.degree(axis) == 1);
         let fits = in_use.chain(unused).find_map(|axis| {
             let others = needed / self.degree(axis);
-            (ranks > 0 && ranks.is_multiple_of(others)).then(|| format!("{axis}={}", ranks / others))
+            (ranks > 0 && ranks.is_multiple_of(others))
+                .then(|| format!("{axis}={}", ranks / others))
         });
         let remedy = match fits {
             Some(degree) => format!("launch {needed}, or use {degree}"),

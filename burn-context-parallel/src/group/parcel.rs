@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-use burn::backend::{DispatchTensor, DispatchTensorKind, TensorMetadata};
+use burn::backend::{DispatchTensor, TensorMetadata};
 #[cfg(feature = "flex")]
 use burn::tensor::Bytes;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -102,13 +102,11 @@ impl Parcel {
 
     /// Whether the value can be read by any thread of this process as it is.
     pub fn in_host_memory(&self) -> bool {
-        match &self.body {
-            Body::Host(..) => true,
-            #[cfg(feature = "flex")]
-            Body::Tensor(tensor) => matches!(tensor.kind, DispatchTensorKind::Flex(_)),
-            #[cfg(not(feature = "flex"))]
-            Body::Tensor(_) => false,
+        #[cfg(feature = "flex")]
+        if flex::tensor(&self.body).is_some() {
+            return true;
         }
+        matches!(self.body, Body::Host(..))
     }
 
     /// The value in host memory; nothing is copied if it is there and nobody else holds it.
@@ -262,7 +260,7 @@ impl Deref for Reading {
 #[cfg(feature = "flex")]
 mod flex {
     use super::*;
-    use burn::backend::{BackendTensor, DispatchAutodiffContext};
+    use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchTensorKind};
     use burn_flex::FlexTensor;
 
     pub fn tensor(body: &Body) -> Option<&FlexTensor> {

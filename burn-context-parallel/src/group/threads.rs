@@ -66,12 +66,13 @@ impl fmt::Debug for World {
 
 impl World {
     /// A world of `ranks` threads; `alarm` is called when it fails.
-    pub fn new(ranks: usize, timeout: Duration, alarm: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
-        let state = State {
-            departed: vec![false; ranks],
-            last: vec![None; ranks],
-            ..State::default()
-        };
+    pub fn new(
+        ranks: usize,
+        timeout: Duration,
+        alarm: impl Fn() + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        let state =
+            State { departed: vec![false; ranks], last: vec![None; ranks], ..State::default() };
         Arc::new(Self { timeout, state: Mutex::new(state), alarm: Box::new(alarm) })
     }
 
@@ -89,8 +90,8 @@ impl World {
     /// Records a rank's failure in its own code.
     pub fn fail(&self, rank: usize, cause: Cause) {
         let mut state = self.lock();
-        let site = Site::Outside { after: state.last[rank].clone() };
-        self.record(&mut state, GroupError { rank, site, cause });
+        let operation = Site::Outside { after: state.last[rank].clone() };
+        self.record(&mut state, GroupError { rank, operation, cause });
     }
 
     /// Records that a rank has returned: whoever waits for it, now or later, waits in vain.
@@ -100,8 +101,8 @@ impl World {
         let missed = state.incomplete().find(|(board, round)| {
             board.members.binary_search(&rank).is_ok_and(|index| round.pinned[index].is_none())
         });
-        if let Some(site) = missed.map(|(_, round)| Site::Collective(round.place.clone())) {
-            self.record(&mut state, GroupError { rank, site, cause: Cause::Departed });
+        if let Some(operation) = missed.map(|(_, round)| Site::Collective(round.place.clone())) {
+            self.record(&mut state, GroupError { rank, operation, cause: Cause::Departed });
         }
     }
 
@@ -211,7 +212,7 @@ impl Endpoint {
         let place = Place {
             operation: call.operation,
             sequence: call.sequence,
-            members: self.members.to_vec(),
+            members: self.members.clone(),
         };
         state.last[self.members[self.index]] = Some(place.clone());
         let board = &mut state.boards[self.board];
@@ -223,7 +224,7 @@ impl Endpoint {
             taken: 0,
         });
         if let Some((rank, cause)) = self.dispute(round, call, &parcels) {
-            let failure = GroupError { rank, site: Site::Collective(place), cause };
+            let failure = GroupError { rank, operation: Site::Collective(place), cause };
             return Err(self.world.record(state, failure));
         }
         round.pinned[self.index] = Some((call.clone(), parcels));
@@ -237,7 +238,7 @@ impl Endpoint {
         let gone = missing.map(|(&rank, _)| rank).find(|&rank| state.departed[rank]);
         if let Some(rank) = gone {
             let failure =
-                GroupError { rank, site: Site::Collective(place), cause: Cause::Departed };
+                GroupError { rank, operation: Site::Collective(place), cause: Cause::Departed };
             return Err(self.world.record(state, failure));
         }
         Ok(bell)
@@ -284,7 +285,7 @@ impl Endpoint {
         let missing = state.culprits(board, round);
         let failure = GroupError {
             rank: missing[0],
-            site: Site::Collective(round.place.clone()),
+            operation: Site::Collective(round.place.clone()),
             cause: Cause::TimedOut { after: self.world.timeout, missing },
         };
         self.world.record(state, failure)
