@@ -214,7 +214,7 @@ impl ProcessGroup {
     ///     let x = Tensor::<1>::from_floats([1.0, world.rank() as f32], &Device::flex());
     ///     world.all_reduce(x, ReduceOp::Sum).map(|sum| sum.into_data())
     /// })?;
-    /// assert_eq!(sums[3].to_vec::<f32>().unwrap(), [4.0, 6.0]);
+    /// assert_eq!(sums[3].try_to_vec::<f32>().unwrap(), [4.0, 6.0]);
     ///
     /// // A value with autodiff would lose its gradient without a word.
     /// let lost = launch(4, |world| {

@@ -92,7 +92,10 @@ impl MeshShape {
             );
         }
         let Some(needed) = self.ranks() else {
-            return refuse(format!("{self} are too many ranks to count"), "use less".into());
+            return refuse(
+                format!("{self} is more ranks than can be counted"),
+                "use smaller degrees".into(),
+            );
         };
         // One degree changed is the smallest remedy; prefer an axis that is in use.
         let in_use = Axis::ALL.into_iter().rev().filter(|&axis| self.degree(axis) > 1);
@@ -104,7 +107,9 @@ impl MeshShape {
         });
         let remedy = match fits {
             Some(degree) => format!("launch {needed}, or use {degree}"),
-            None => format!("launch {needed}, or a multiple of the degrees that must stay"),
+            None => format!(
+                "launch {needed}, or change several degrees so that they multiply to {ranks}"
+            ),
         };
         let plural = if needed == 1 { "rank" } else { "ranks" };
         refuse(format!("{self} needs {needed} {plural}, {ranks} were launched"), remedy)

@@ -13,7 +13,7 @@
 //!     let sum = world.all_reduce(x, ReduceOp::Sum)?;
 //!     Ok::<_, burn_context_parallel::Error>(sum.into_data())
 //! })?;
-//! assert_eq!(sums[0].to_vec::<f32>().unwrap(), [6.0, 6.0]);
+//! assert_eq!(sums[0].try_to_vec::<f32>().unwrap(), [6.0, 6.0]);
 //! # Ok::<(), burn_context_parallel::group::LaunchError>(())
 //! ```
 //!
