@@ -303,7 +303,9 @@ fn views_arrive_as_their_values() {
     }
     impl Arange for Tensor<1> {
         fn arange_float(start: i64, count: i64) -> Tensor<2> {
-            Tensor::<1, Int>::arange(start..start + count, &Device::flex()).float().reshape([20, -1])
+            Tensor::<1, Int>::arange(start..start + count, &Device::flex())
+                .float()
+                .reshape([20, -1])
         }
     }
 }
@@ -320,7 +322,10 @@ fn what_was_sent_does_not_change_afterwards() {
                 theirs = theirs * 2.0;
             }
             let other = (1 - world.rank()) as f32;
-            assert_eq!(mine.into_data().try_to_vec::<f32>().unwrap()[7], world.rank() as f32 + 100.0);
+            assert_eq!(
+                mine.into_data().try_to_vec::<f32>().unwrap()[7],
+                world.rank() as f32 + 100.0
+            );
             assert_eq!(theirs.into_data().try_to_vec::<f32>().unwrap()[4095], other * 1024.0);
             Ok(())
         });

@@ -87,6 +87,11 @@ impl ProcessGroup {
         Self { transport }
     }
 
+    /// What it runs on; for a transport that wraps another one.
+    pub fn transport(&self) -> &Arc<dyn Transport> {
+        &self.transport
+    }
+
     /// This rank, in this group.
     pub fn rank(&self) -> usize {
         self.transport.rank()
