@@ -76,6 +76,11 @@ impl FlashShape {
         [self.batch, self.q_heads, self.q_len]
     }
 
+    #[cfg(feature = "flex")]
+    pub(crate) fn kv(&self) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.k_len, self.head_dim]
+    }
+
     /// Query heads per key/value head.
     #[cfg(feature = "flex")]
     pub(crate) fn group(&self) -> usize {

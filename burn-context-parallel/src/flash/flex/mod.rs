@@ -1,30 +1,25 @@
-//! Flash attention for Burn's CPU backend. Plain loops for now.
+//! Flash attention for Burn's CPU backend.
+//!
+//! `forward` and `backward` hold the loops, `gemm` the product inside a tile, `real` the arithmetic of a register, `view`
+//! how tensors are read in place, `work` who computes what, in which memory.
+
+mod backward;
+mod forward;
+mod gemm;
+mod real;
+mod view;
+mod work;
 
 use burn::backend::Flex;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::TensorMetadata;
-use burn::tensor::{TensorData, DType};
-use burn_flex::FlexTensor;
-use rayon::prelude::*;
+use burn::tensor::{Bytes, DType, bf16, f16};
+use burn_flex::{FlexTensor, Layout};
 
-use super::{FlashOps, FlashOptions, check::FlashShape};
-use crate::OrRaise;
-
-fn load(t: FlexTensor) -> (Vec<f64>, Vec<usize>, DType) {
-    let dtype = t.dtype();
-    let data = t.into_data();
-    let shape: Vec<usize> = data.shape().to_vec();
-    (data.convert::<f64>().try_into_vec::<f64>().expect("converted to f64"), shape, dtype)
-}
-fn four(s: &[usize]) -> [usize; 4] {
-    s.try_into().expect("four dimensions")
-}
-fn store(v: Vec<f64>, shape: &[usize], dtype: DType) -> FlexTensor {
-    FlexTensor::from_data(TensorData::new(v, shape.to_vec()).convert_dtype(dtype))
-}
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
-}
+use super::check::row_dtype;
+use super::{FlashOps, FlashOptions, FlashShape};
+use crate::{Error, OrRaise, Result};
+use real::Stored;
+use view::View;
 
 impl FlashOps for Flex {
     fn flash_forward(
@@ -33,28 +28,15 @@ impl FlashOps for Flex {
         v: FloatTensor<Self>,
         options: FlashOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let _ = q.shape();
-        let ((q, qs, dtype), (k, ks, _), (v, vs, _)) = (load(q), load(k), load(v));
-        let s = FlashShape::of("flash_forward", four(&qs), four(&ks), four(&vs)).or_raise();
-        let row = super::check::row_dtype("flash_forward", dtype).or_raise();
-        let (d, scale) = (s.head_dim, options.resolved_scale(s.head_dim));
-        let rows = s.batch * s.q_heads * s.q_len;
-        let mut out = vec![0.0; rows * d];
-        let lse: Vec<f64> = (0..rows).into_par_iter().zip(out.par_chunks_mut(d.max(1))).map(|(r, out)| {
-            let (bh, i) = (r / s.q_len, r % s.q_len);
-            let kv = ((bh / s.q_heads) * s.kv_heads + (bh % s.q_heads) / s.group()) * s.k_len * d;
-            let n = options.visible(i, s.k_len);
-            let p: Vec<f64> = (0..n).map(|j| scale * dot(&q[r * d..(r + 1) * d], &k[kv + j * d..kv + (j + 1) * d])).collect();
-            let m = p.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            if n == 0 { return f64::NEG_INFINITY; }
-            let l: f64 = p.iter().map(|x| (x - m).exp()).sum();
-            for (j, x) in p.iter().enumerate() {
-                let w = (x - m).exp() / l;
-                for (o, v) in out.iter_mut().zip(&v[kv + j * d..kv + (j + 1) * d]) { *o += w * v; }
-            }
-            m + l.ln()
-        }).collect();
-        (store(out, &qs, dtype), store(lse, &s.rows(), row))
+        let inputs = [&q, &k, &v];
+        let operation = "FlashOps::flash_forward";
+        let (shape, dtype) = check(operation, inputs, &options).or_raise();
+        match dtype {
+            DType::F64 => forward_of::<f64>(&shape, inputs, &options),
+            DType::F16 => forward_of::<f16>(&shape, inputs, &options),
+            DType::BF16 => forward_of::<bf16>(&shape, inputs, &options),
+            _ => forward_of::<f32>(&shape, inputs, &options),
+        }
     }
 
     fn flash_backward(
@@ -66,29 +48,131 @@ impl FlashOps for Flex {
         delta: FloatTensor<Self>,
         options: FlashOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let ((q, qs, dtype), (k, ks, _), (v, vs, _)) = (load(q), load(k), load(v));
-        let ((go, ..), (lse, ..), (delta, ..)) = (load(d_out), load(lse), load(delta));
-        let s = FlashShape::of("flash_backward", four(&qs), four(&ks), four(&vs)).or_raise();
-        let (d, scale) = (s.head_dim, options.resolved_scale(s.head_dim));
-        let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
-        for bh in 0..s.batch * s.q_heads {
-            let kv = ((bh / s.q_heads) * s.kv_heads + (bh % s.q_heads) / s.group()) * s.k_len * d;
-            for i in 0..s.q_len {
-                let r = bh * s.q_len + i;
-                let (qi, gi) = (&q[r * d..(r + 1) * d], &go[r * d..(r + 1) * d]);
-                for j in 0..options.visible(i, s.k_len) {
-                    let at = kv + j * d;
-                    if lse[r] == f64::NEG_INFINITY { continue; }
-                    let p = (scale * dot(qi, &k[at..at + d]) - lse[r]).exp();
-                    let ds = scale * p * (dot(gi, &v[at..at + d]) - delta[r]);
-                    for e in 0..d {
-                        dq[r * d + e] += ds * k[at + e];
-                        dk[at + e] += ds * qi[e];
-                        dv[at + e] += p * gi[e];
-                    }
-                }
-            }
+        let operation = "FlashOps::flash_backward";
+        let (shape, dtype) = check(operation, [&q, &k, &v], &options).or_raise();
+        beside(operation, "d_out", &d_out, &shape.q(), dtype).or_raise();
+        let rows = row_dtype(operation, dtype).or_raise();
+        beside(operation, "lse", &lse, &shape.rows(), rows).or_raise();
+        beside(operation, "delta", &delta, &shape.rows(), rows).or_raise();
+        let (inputs, rows) = ([&q, &k, &v, &d_out], [lse, delta]);
+        match dtype {
+            DType::F64 => backward_of::<f64>(&shape, inputs, rows, &options),
+            DType::F16 => backward_of::<f16>(&shape, inputs, rows, &options),
+            DType::BF16 => backward_of::<bf16>(&shape, inputs, rows, &options),
+            _ => backward_of::<f32>(&shape, inputs, rows, &options),
         }
-        (store(dq, &qs, dtype), store(dk, &ks, dtype), store(dv, &vs, dtype))
     }
+}
+
+fn forward_of<E: Stored>(
+    shape: &FlashShape,
+    inputs: [&FlexTensor; 3],
+    options: &FlashOptions,
+) -> (FlexTensor, FlexTensor) {
+    let mut out = zeros::<E>(&shape.q());
+    let mut lse = zeros::<E::Real>(&shape.rows());
+    forward::forward(shape, inputs.map(View::<E>::new), options, &mut out, &mut lse);
+    (tensor(out, &shape.q()), tensor(lse, &shape.rows()))
+}
+
+fn backward_of<E: Stored>(
+    shape: &FlashShape,
+    inputs: [&FlexTensor; 4],
+    rows: [FlexTensor; 2],
+    options: &FlashOptions,
+) -> (FlexTensor, FlexTensor, FlexTensor) {
+    // Row statistics are D times smaller than the rest: copied if they aren't contiguous.
+    let [lse, delta] = &rows.map(|t| if t.as_slice::<E::Real>().is_some() { t } else { t.to_contiguous() });
+    let slice = |t| FlexTensor::as_slice::<E::Real>(t).expect("contiguous, and of the checked type");
+    let [q, k, v, d_out] = inputs.map(View::<E>::new);
+    let inputs = backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options };
+    let mut dq = zeros::<E>(&shape.q());
+    let mut dk = zeros::<E>(&shape.kv());
+    let mut dv = zeros::<E>(&shape.kv());
+    if !dq.is_empty() && !dk.is_empty() {
+        backward::queries(inputs, &mut dq);
+        backward::keys(inputs, &mut dk, &mut dv);
+    }
+    (tensor(dq, &shape.q()), tensor(dk, &shape.kv()), tensor(dv, &shape.kv()))
+}
+
+fn zeros<E: Stored>(shape: &[usize]) -> Vec<E> {
+    bytemuck::zeroed_vec(elements(shape))
+}
+
+fn tensor<E: Stored>(values: Vec<E>, shape: &[usize]) -> FlexTensor {
+    FlexTensor::new(Bytes::from_elems(values), Layout::contiguous(shape.to_vec().into()), E::DTYPE)
+}
+
+/// Bytes that [`forward_of`] holds at most at once, above its inputs.
+pub(super) fn forward_bytes(shape: &FlashShape, dtype: DType, threads: usize) -> usize {
+    let real = real_bytes(dtype);
+    let tiles = shape.batch * shape.q_heads * shape.q_len.div_ceil(work::Q_TILE);
+    elements(&shape.q()) * dtype.size()
+        + elements(&shape.rows()) * real
+        + forward::task_bytes(shape)
+        + work::workers(tiles, threads) * forward::scratch_bytes(shape.head_dim, real)
+}
+
+/// Bytes that [`backward_of`] holds at most at once, above its inputs.
+pub(super) fn backward_bytes(shape: &FlashShape, dtype: DType, threads: usize) -> usize {
+    let real = real_bytes(dtype);
+    let [first, second] = backward::scratch_bytes(shape.head_dim, real);
+    let queries = shape.batch * shape.q_heads * shape.q_len.div_ceil(work::Q_TILE);
+    let keys = shape.batch * shape.kv_heads * shape.k_len.div_ceil(work::K_TILE);
+    let scratch = (work::workers(queries, threads) * first).max(work::workers(keys, threads) * second);
+    (elements(&shape.q()) + 2 * elements(&shape.kv())) * dtype.size() + backward::task_bytes(shape) + scratch
+}
+
+fn elements(shape: &[usize]) -> usize {
+    shape.iter().product()
+}
+
+fn real_bytes(dtype: DType) -> usize {
+    if dtype == DType::F64 { 8 } else { 4 }
+}
+
+fn check(
+    operation: &'static str,
+    [q, k, v]: [&FlexTensor; 3],
+    options: &FlashOptions,
+) -> Result<(FlashShape, DType)> {
+    options.check(operation)?;
+    row_dtype(operation, q.dtype())?;
+    let dtypes = [q, k, v].map(FlexTensor::dtype);
+    if dtypes.iter().any(|dtype| *dtype != q.dtype()) {
+        return Err(Error::invalid(
+            operation,
+            format!("q, k and v are {dtypes:?}"),
+            "cast them to one type",
+        ));
+    }
+    let mut dims = [[0; 4]; 3];
+    for (dims, tensor) in dims.iter_mut().zip([q, k, v]) {
+        *dims = <[usize; 4]>::try_from(tensor.layout().shape().as_slice()).map_err(|_| {
+            Error::invalid(
+                operation,
+                format!("an input has shape {:?}", tensor.layout().shape()),
+                "give tensors of four dimensions, [B, heads, S, D]",
+            )
+        })?;
+    }
+    Ok((FlashShape::of(operation, dims[0], dims[1], dims[2])?, q.dtype()))
+}
+
+fn beside(
+    operation: &'static str,
+    name: &str,
+    tensor: &FlexTensor,
+    shape: &[usize],
+    dtype: DType,
+) -> Result<()> {
+    if tensor.layout().shape().as_slice() == shape && tensor.dtype() == dtype {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        operation,
+        format!("{name} is {:?} of {:?}", tensor.layout().shape(), tensor.dtype()),
+        format!("give {shape:?} of {dtype:?}"),
+    ))
 }
