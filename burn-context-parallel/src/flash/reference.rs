@@ -1,13 +1,25 @@
 //! Attention written out, every score in memory: the oracle, and what O(S^2) costs.
 
-use burn::tensor::{Bool, DType, Tensor};
+use burn::tensor::{Bool, Tensor, TensorData};
 
 use super::{FlashOptions, check};
 use crate::Result;
 
 /// Attention in plain tensor operations, with the options and the empty rows of [`flash_attention`](super::flash_attention).
 ///
-/// On any device, differentiable by autodiff, in O(Sq Sk) memory per head.
+/// On any device, differentiable by autodiff.
+///
+/// # Shapes
+///
+/// q `[B, H, Sq, D]`; k, v `[B, G, Sk, D]`; the output is as q.
+///
+/// # Errors
+///
+/// As [`flash_attention`](super::flash_attention), but any device is served.
+///
+/// # Memory
+///
+/// O(B H Sq Sk): about 3 such tensors of f32 forward, 5 with the backward pass; and k and v once per query head.
 pub fn attention(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -18,6 +30,10 @@ pub fn attention(
 }
 
 /// [`attention`], and the natural log-sum-exp of each row, `[B, H, Sq]`.
+///
+/// # Errors
+///
+/// As [`attention`].
 pub fn attention_with_lse(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -47,10 +63,9 @@ pub fn attention_with_lse(
     let hidden: Vec<bool> =
         (0..sq).flat_map(|i| (0..sk).map(move |j| (i, j))).map(|(i, j)| !options.sees(i, j)).collect();
     let hidden = Tensor::<2, Bool>::from_data(
-        burn::tensor::TensorData::new(hidden, [sq, sk]),
+        TensorData::new(hidden, [sq, sk]),
         &device.clone().inner(),
     );
-    let _ = DType::F32;
     let hidden: Tensor<4, Bool> = hidden.unsqueeze::<4>().expand([b, h, sq, sk]);
     let scores = scores.mask_fill(hidden, f64::NEG_INFINITY);
 
