@@ -1,0 +1,214 @@
+//! The forward kernel: one task per batch, query head and tile of queries.
+//!
+//! Scores are held transposed, `s^T [keys, queries]`: queries along the registers. Then the softmax runs down columns
+//! without a sum across a register, the queries are transposed once per task, and keys and values are read where they
+//! lie: both products have the side that needs whole rows already in whole rows.
+//!
+//! ```text
+//! for each tile of keys that some query of the tile sees:
+//!     s^T  = k (scale q)^T             hidden ones -inf
+//!     m'   = max(m, max over keys)     the running maximum of each query
+//!     p^T  = exp(s^T - m')
+//!     l    = l exp(m - m') + sum over keys of p^T
+//!     o    = o exp(m - m') + p v
+//! out = o / l,  lse = m + log(l)
+//! ```
+
+use pulp::{Arch, Simd, WithSimd};
+
+use super::gemm::{Matrix, gemm, load, store};
+use super::real::{LINE, Real, Stored};
+use super::view::View;
+use super::work::{K_TILE, Q_TILE, Scratch, run, score_row};
+use crate::flash::{FlashOptions, FlashShape};
+
+/// One tile of queries, and where its results go.
+struct Task<'a, E: Stored> {
+    b: usize,
+    head: usize,
+    first: usize,
+    out: &'a mut [E],
+    lse: &'a mut [E::Real],
+}
+
+/// Bytes of one worker's scratch.
+pub(super) fn scratch_bytes(head_dim: usize, element: usize) -> usize {
+    let pad = LINE / element;
+    let (q, d) = (score_row(Q_TILE, pad), head_dim.next_multiple_of(pad));
+    element * (head_dim * q + K_TILE * q + Q_TILE * d + 3 * q + 2 * K_TILE * d)
+}
+
+/// Bytes of the list of tasks.
+pub(super) fn task_bytes(shape: &FlashShape) -> usize {
+    size_of::<Task<'_, f32>>() * shape.batch * shape.q_heads * shape.q_len.div_ceil(Q_TILE)
+}
+
+/// Fills `out [B, H, Sq, D]` and `lse [B, H, Sq]`, which start as zeros.
+pub(super) fn forward<E: Stored>(
+    shape: &FlashShape,
+    [q, k, v]: [View<'_, E>; 3],
+    options: &FlashOptions,
+    out: &mut [E],
+    lse: &mut [E::Real],
+) {
+    let &FlashShape { q_heads, q_len, k_len, head_dim: d, .. } = shape;
+    if lse.is_empty() {
+        return;
+    }
+    if d == 0 || k_len == 0 {
+        // Without dimensions every score is 0; without keys there is none.
+        for (i, lse) in lse.iter_mut().enumerate() {
+            let seen = options.visible(i % q_len, k_len);
+            *lse = E::Real::from_f64((seen as f64).ln());
+        }
+        return;
+    }
+    let mut tasks = Vec::with_capacity(lse.len() / q_len * q_len.div_ceil(Q_TILE));
+    for (bh, (out, lse)) in out.chunks_mut(q_len * d).zip(lse.chunks_mut(q_len)).enumerate() {
+        let (b, head) = (bh / q_heads, bh % q_heads);
+        let tiles = out.chunks_mut(Q_TILE * d).zip(lse.chunks_mut(Q_TILE)).enumerate();
+        tasks.extend(tiles.map(|(t, (out, lse))| Task { b, head, first: t * Q_TILE, out, lse }));
+    }
+    // The latest queries see most keys: they go first.
+    tasks.sort_unstable_by_key(|task| std::cmp::Reverse((task.first, task.b, task.head)));
+    let scale = E::Real::from_f64(options.resolved_scale(d));
+    run(tasks, scratch_bytes(d, size_of::<E::Real>()), |task, scratch| {
+        Arch::new().dispatch(Tile { shape, q, k, v, scale, options, task, scratch });
+    });
+}
+
+struct Tile<'a, 'b, E: Stored> {
+    shape: &'a FlashShape,
+    q: View<'a, E>,
+    k: View<'a, E>,
+    v: View<'a, E>,
+    scale: E::Real,
+    options: &'a FlashOptions,
+    task: Task<'b, E>,
+    scratch: &'a mut Scratch,
+}
+
+impl<E: Stored> WithSimd for Tile<'_, '_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, s: S) {
+        let Self { shape, q, k, v, scale, options, task, scratch } = self;
+        let Task { b, head, first, out, lse } = task;
+        let d = shape.head_dim;
+        let pad = E::Real::PAD;
+        let (width, padded) = (score_row(Q_TILE, pad), d.next_multiple_of(pad));
+        let mut parts = scratch.parts::<E::Real>();
+        let q_t = parts.take(d * width);
+        let scores = parts.take(K_TILE * width);
+        let sums = parts.take(Q_TILE * padded);
+        let [max, total, shrink] = [0; 3].map(|_| parts.take(width));
+        let [k_copy, v_copy] = [0; 2].map(|_| parts.take(K_TILE * padded));
+
+        let rows = lse.len();
+        let columns = rows.next_multiple_of(E::Real::lanes::<S>());
+        q.transpose((b, head), first, rows, scale, width, q_t);
+        sums.fill(E::Real::ZERO);
+        max.fill(E::Real::NEG_INFINITY);
+        total.fill(E::Real::ZERO);
+
+        let group = (b, head / shape.group());
+        let seen = options.visible(first + rows - 1, shape.k_len);
+        for start in (0..seen).step_by(K_TILE) {
+            let keys = K_TILE.min(seen - start);
+            let (k, v) = (k.tile(group, start, keys, k_copy), v.tile(group, start, keys, v_copy));
+            let (q_t, p_t) = (Matrix::rows(q_t, width), scores.as_mut_ptr());
+            // SAFETY: the tile of keys has `keys` rows of D, q_t D rows of `width` >= columns, scores K_TILE such rows.
+            unsafe { gemm(s, [keys, columns, d], k, q_t, p_t, width, false) };
+            hide_later_keys(scores, width, columns, options, (first, shape.q_len), (start, keys));
+            softmax(s, scores, width, columns, keys, [max, total, shrink]);
+            for (row, shrink) in sums.chunks_exact_mut(padded).zip(&shrink[..rows]) {
+                // Seldom after the first tiles: the maximum of a row settles.
+                if *shrink != E::Real::from_f64(1.0) {
+                    row.iter_mut().for_each(|x| *x = x.times(*shrink));
+                }
+            }
+            let p = Matrix::rows(scores, width).transposed();
+            // SAFETY: p has at least `rows` rows of `keys`; the tile of values `keys` rows of whole registers, as sums has.
+            unsafe { gemm(s, [rows, padded, keys], p, v, sums.as_mut_ptr(), padded, true) };
+        }
+
+        for (i, (out, row)) in out.chunks_exact_mut(d).zip(sums.chunks_exact_mut(padded)).enumerate() {
+            if total[i] == E::Real::ZERO {
+                lse[i] = E::Real::NEG_INFINITY; // sees no key; its sums are zeros
+            } else {
+                lse[i] = max[i].plus(total[i].ln());
+                let weight = total[i].reciprocal();
+                row.iter_mut().for_each(|x| *x = x.times(weight));
+            }
+            E::narrow_row(&row[..d], out);
+        }
+    }
+}
+
+/// Overwrites the scores `s^T` of hidden pairs with -inf: for each key, the queries before the first that sees it.
+#[inline(always)]
+pub(super) fn hide_later_keys<R: Real>(
+    scores: &mut [R],
+    width: usize,
+    columns: usize,
+    options: &FlashOptions,
+    (first, q_len): (usize, usize),
+    (start, keys): (usize, usize),
+) {
+    if options.first_query(start + keys - 1, q_len) <= first {
+        return; // all of the tile is visible
+    }
+    for (j, row) in scores.chunks_exact_mut(width).take(keys).enumerate() {
+        let hidden = options.first_query(start + j, q_len).saturating_sub(first);
+        row[..hidden.min(columns)].fill(R::NEG_INFINITY);
+    }
+}
+
+/// `s^T` becomes `exp(s^T - m')`; updates the maximum and the total, and tells by how much older sums shrink.
+#[inline(always)]
+fn softmax<R: Real, S: Simd>(
+    s: S,
+    scores: &mut [R],
+    width: usize,
+    columns: usize,
+    keys: usize,
+    [max, total, shrink]: [&mut [R]; 3],
+) {
+    let lanes = R::lanes::<S>();
+    assert!(keys * width <= scores.len() && columns <= width);
+    assert!(columns <= max.len() && columns <= total.len() && columns <= shrink.len());
+    for c in (0..columns).step_by(lanes) {
+        // SAFETY: c + lanes <= columns, which the asserts hold against every slice.
+        unsafe {
+            let column = scores.as_mut_ptr().add(c);
+            let before: R::Lanes<S> = load(max.as_ptr().add(c));
+            // Four chains, because each maximum waits for the one before.
+            let mut most = [before; 4];
+            let mut j = 0;
+            while j + 4 <= keys {
+                for (i, most) in most.iter_mut().enumerate() {
+                    *most = R::max(s, *most, load(column.add((j + i) * width)));
+                }
+                j += 4;
+            }
+            for j in j..keys {
+                most[0] = R::max(s, most[0], load(column.add(j * width)));
+            }
+            let after = R::max(s, R::max(s, most[0], most[1]), R::max(s, most[2], most[3]));
+            // -inf - -inf is not a number: where nothing is seen yet, measure from 0.
+            let origin = R::replace(s, after, R::NEG_INFINITY, R::ZERO);
+            let fade = R::exp(s, R::sub(s, before, origin));
+            let mut sum = R::mul(s, load(total.as_ptr().add(c)), fade);
+            for j in 0..keys {
+                let at = column.add(j * width);
+                let p = R::exp(s, R::sub(s, load(at), origin));
+                sum = R::add(s, sum, p);
+                store(at, p);
+            }
+            store(max.as_mut_ptr().add(c), after);
+            store(total.as_mut_ptr().add(c), sum);
+            store(shrink.as_mut_ptr().add(c), fade);
+        }
+    }
+}

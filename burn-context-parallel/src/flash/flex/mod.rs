@@ -1,0 +1,178 @@
+//! Flash attention for Burn's CPU backend.
+//!
+//! `forward` and `backward` hold the loops, `gemm` the product inside a tile, `real` the arithmetic of a register, `view`
+//! how tensors are read in place, `work` who computes what, in which memory.
+
+mod backward;
+mod forward;
+mod gemm;
+mod real;
+mod view;
+mod work;
+
+use burn::backend::Flex;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{Bytes, DType, bf16, f16};
+use burn_flex::{FlexTensor, Layout};
+
+use super::check::row_dtype;
+use super::{FlashOps, FlashOptions, FlashShape};
+use crate::{Error, OrRaise, Result};
+use real::Stored;
+use view::View;
+
+impl FlashOps for Flex {
+    fn flash_forward(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        options: FlashOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let inputs = [&q, &k, &v];
+        let operation = "FlashOps::flash_forward";
+        let (shape, dtype) = check(operation, inputs, &options).or_raise();
+        match dtype {
+            DType::F64 => forward_of::<f64>(&shape, inputs, &options),
+            DType::F16 => forward_of::<f16>(&shape, inputs, &options),
+            DType::BF16 => forward_of::<bf16>(&shape, inputs, &options),
+            _ => forward_of::<f32>(&shape, inputs, &options),
+        }
+    }
+
+    fn flash_backward(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        d_out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        delta: FloatTensor<Self>,
+        options: FlashOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let operation = "FlashOps::flash_backward";
+        let (shape, dtype) = check(operation, [&q, &k, &v], &options).or_raise();
+        beside(operation, "d_out", &d_out, &shape.q(), dtype).or_raise();
+        let rows = row_dtype(operation, dtype).or_raise();
+        beside(operation, "lse", &lse, &shape.rows(), rows).or_raise();
+        beside(operation, "delta", &delta, &shape.rows(), rows).or_raise();
+        let (inputs, rows) = ([&q, &k, &v, &d_out], [lse, delta]);
+        match dtype {
+            DType::F64 => backward_of::<f64>(&shape, inputs, rows, &options),
+            DType::F16 => backward_of::<f16>(&shape, inputs, rows, &options),
+            DType::BF16 => backward_of::<bf16>(&shape, inputs, rows, &options),
+            _ => backward_of::<f32>(&shape, inputs, rows, &options),
+        }
+    }
+}
+
+fn forward_of<E: Stored>(
+    shape: &FlashShape,
+    inputs: [&FlexTensor; 3],
+    options: &FlashOptions,
+) -> (FlexTensor, FlexTensor) {
+    let mut out = zeros::<E>(&shape.q());
+    let mut lse = zeros::<E::Real>(&shape.rows());
+    forward::forward(shape, inputs.map(View::<E>::new), options, &mut out, &mut lse);
+    (tensor(out, &shape.q()), tensor(lse, &shape.rows()))
+}
+
+fn backward_of<E: Stored>(
+    shape: &FlashShape,
+    inputs: [&FlexTensor; 4],
+    rows: [FlexTensor; 2],
+    options: &FlashOptions,
+) -> (FlexTensor, FlexTensor, FlexTensor) {
+    // Row statistics are D times smaller than the rest: copied if they aren't contiguous.
+    let [lse, delta] = &rows.map(|t| if t.as_slice::<E::Real>().is_some() { t } else { t.to_contiguous() });
+    let slice = |t| FlexTensor::as_slice::<E::Real>(t).expect("contiguous, and of the checked type");
+    let [q, k, v, d_out] = inputs.map(View::<E>::new);
+    let inputs = backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options };
+    let mut dq = zeros::<E>(&shape.q());
+    let mut dk = zeros::<E>(&shape.kv());
+    let mut dv = zeros::<E>(&shape.kv());
+    if !dq.is_empty() && !dk.is_empty() {
+        backward::queries(inputs, &mut dq);
+        backward::keys(inputs, &mut dk, &mut dv);
+    }
+    (tensor(dq, &shape.q()), tensor(dk, &shape.kv()), tensor(dv, &shape.kv()))
+}
+
+fn zeros<E: Stored>(shape: &[usize]) -> Vec<E> {
+    bytemuck::zeroed_vec(elements(shape))
+}
+
+fn tensor<E: Stored>(values: Vec<E>, shape: &[usize]) -> FlexTensor {
+    FlexTensor::new(Bytes::from_elems(values), Layout::contiguous(shape.to_vec().into()), E::DTYPE)
+}
+
+/// Bytes that [`forward_of`] holds at most at once, above its inputs.
+pub(super) fn forward_bytes(shape: &FlashShape, dtype: DType, threads: usize) -> usize {
+    let real = real_bytes(dtype);
+    let tiles = shape.batch * shape.q_heads * shape.q_len.div_ceil(work::Q_TILE);
+    elements(&shape.q()) * dtype.size()
+        + elements(&shape.rows()) * real
+        + forward::task_bytes(shape)
+        + work::workers(tiles, threads) * forward::scratch_bytes(shape.head_dim, real)
+}
+
+/// Bytes that [`backward_of`] holds at most at once, above its inputs.
+pub(super) fn backward_bytes(shape: &FlashShape, dtype: DType, threads: usize) -> usize {
+    let real = real_bytes(dtype);
+    let [first, second] = backward::scratch_bytes(shape.head_dim, real);
+    let queries = shape.batch * shape.q_heads * shape.q_len.div_ceil(work::Q_TILE);
+    let keys = shape.batch * shape.kv_heads * shape.k_len.div_ceil(work::K_TILE);
+    let scratch = (work::workers(queries, threads) * first).max(work::workers(keys, threads) * second);
+    (elements(&shape.q()) + 2 * elements(&shape.kv())) * dtype.size() + backward::task_bytes(shape) + scratch
+}
+
+fn elements(shape: &[usize]) -> usize {
+    shape.iter().product()
+}
+
+fn real_bytes(dtype: DType) -> usize {
+    if dtype == DType::F64 { 8 } else { 4 }
+}
+
+fn check(
+    operation: &'static str,
+    [q, k, v]: [&FlexTensor; 3],
+    options: &FlashOptions,
+) -> Result<(FlashShape, DType)> {
+    options.check(operation)?;
+    row_dtype(operation, q.dtype())?;
+    let dtypes = [q, k, v].map(FlexTensor::dtype);
+    if dtypes.iter().any(|dtype| *dtype != q.dtype()) {
+        return Err(Error::invalid(
+            operation,
+            format!("q, k and v are {dtypes:?}"),
+            "cast them to one type",
+        ));
+    }
+    let mut dims = [[0; 4]; 3];
+    for (dims, tensor) in dims.iter_mut().zip([q, k, v]) {
+        *dims = <[usize; 4]>::try_from(tensor.layout().shape().as_slice()).map_err(|_| {
+            Error::invalid(
+                operation,
+                format!("an input has shape {:?}", tensor.layout().shape()),
+                "give tensors of four dimensions, [B, heads, S, D]",
+            )
+        })?;
+    }
+    Ok((FlashShape::of(operation, dims[0], dims[1], dims[2])?, q.dtype()))
+}
+
+fn beside(
+    operation: &'static str,
+    name: &str,
+    tensor: &FlexTensor,
+    shape: &[usize],
+    dtype: DType,
+) -> Result<()> {
+    if tensor.layout().shape().as_slice() == shape && tensor.dtype() == dtype {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        operation,
+        format!("{name} is {:?} of {:?}", tensor.layout().shape(), tensor.dtype()),
+        format!("give {shape:?} of {dtype:?}"),
+    ))
+}

@@ -1,0 +1,257 @@
+//! What must hold for any sizes, offsets and strides.
+
+mod common;
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_context_parallel::flash::{self, FlashOptions, flash_attention_with_lse, merge, reference};
+use common::{close, difference, largest, random, values};
+use proptest::prelude::*;
+use rstest::rstest;
+
+#[derive(Clone, Debug)]
+struct Sizes {
+    b: usize,
+    g: usize,
+    group: usize,
+    sq: usize,
+    sk: usize,
+    d: usize,
+    options: FlashOptions,
+    /// How k and v lie in memory.
+    lie: usize,
+    seed: u64,
+}
+
+fn sizes() -> impl Strategy<Value = Sizes> {
+    // Lengths around the tile size (96) and its fractions as well as tiny ones.
+    let length = || prop_oneof![1usize..20, 90usize..103, 180usize..210];
+    let options = (any::<bool>(), prop_oneof![Just(None), (-1.5f64..1.5).prop_map(Some)], -30i64..130, -30i64..130);
+    let dim = prop_oneof![1usize..20, Just(16), Just(32), Just(64), Just(80)];
+    ((1usize..3, 1usize..3, 1usize..4), length(), length(), dim, options, 0usize..4, any::<u64>()).prop_map(
+        |((b, g, group), sq, sk, d, (causal, scale, q, k), lie, seed)| {
+            let base = if causal { FlashOptions::causal() } else { FlashOptions::full() };
+            let mut options = base.with_offsets(q, k);
+            options.scale = scale;
+            Sizes { b, g, group, sq, sk, d, options, lie, seed }
+        },
+    )
+}
+
+impl Sizes {
+    fn inputs(&self, device: &Device, dtype: DType) -> [Tensor<4>; 4] {
+        let Self { b, g, sq, sk, d, seed, .. } = *self;
+        let q = [b, g * self.group, sq, d];
+        let kv = |seed: u64| match self.lie {
+            0 => random([b, g, sk, d], seed, device, dtype),
+            // [B, S, G, D], as projections leave them
+            1 => random([b, sk, g, d], seed, device, dtype).swap_dims(1, 2),
+            // part of a longer cache, with heads that are not ours
+            2 => random([b, g + 1, sk + 3, d], seed, device, dtype).narrow(1, 1, g).narrow(2, 2, sk),
+            // a last dimension that is not contiguous
+            _ => random([b, g, d, sk], seed, device, dtype).swap_dims(2, 3),
+        };
+        let seed = seed % 1_000_000;
+        [
+            random([b, sq, q[1], d], seed, device, dtype).swap_dims(1, 2),
+            kv(seed + 1),
+            kv(seed + 2),
+            random(q, seed + 3, device, dtype),
+        ]
+    }
+}
+
+type Attention =
+    fn(Tensor<4>, Tensor<4>, Tensor<4>, &FlashOptions) -> burn_context_parallel::Result<(Tensor<4>, Tensor<3>)>;
+
+/// out, dq, dk, dv, and lse, for a loss that uses both outputs.
+fn everything(attention: Attention, sizes: &Sizes, dtype: DType) -> ([Tensor<4>; 4], Tensor<3>) {
+    let device = Device::flex();
+    let [q, k, v, d_out] = sizes.inputs(&device, dtype);
+    let [q, k, v] = [q, k, v].map(|t| t.autodiff().require_grad());
+    let (out, lse) = attention(q.clone(), k.clone(), v.clone(), &sizes.options).unwrap();
+    let rows = random(lse.dims(), sizes.seed % 1000, &device, lse.dtype()).autodiff();
+    // Rows without keys have no finite log-sum-exp to weigh.
+    let empty = lse.clone().inner().equal_elem(f64::NEG_INFINITY);
+    let finite = lse.clone().mask_fill(Tensor::from_inner(empty), 0.0);
+    let loss = (out.clone().cast(lse.dtype()) * d_out.cast(lse.dtype()).autodiff()).sum() + (finite * rows).sum();
+    let grads = loss.backward();
+    let [dq, dk, dv] = [q, k, v].map(|t| t.grad(&grads).unwrap());
+    ([out.inner(), dq, dk, dv], lse.inner())
+}
+
+/// Differences are measured against the largest magnitude of a tensor, but not below 1e-3: everything may be masked.
+fn near<const D: usize>(what: &str, got: &Tensor<D>, wanted: &Tensor<D>, tolerance: f64) -> Result<(), TestCaseError> {
+    let (difference, scale) = (difference(got, wanted), largest(wanted).max(1e-3));
+    prop_assert!(difference <= tolerance * scale, "{}: off by {:e}, largest {:e}", what, difference, scale);
+    Ok(())
+}
+
+fn compare(sizes: &Sizes, dtype: DType, tolerance: f64) -> Result<(), TestCaseError> {
+    // The inputs are random numbers rounded to `dtype`; the oracle sees those, in f64.
+    let (got, lse) = everything(flash_attention_with_lse, sizes, dtype);
+    let oracle: Attention = |q, k, v, options| {
+        reference::attention_with_lse(q.cast(DType::F64), k.cast(DType::F64), v.cast(DType::F64), options)
+    };
+    let (wanted, wanted_lse) = everything(oracle, sizes, dtype);
+    for (name, (got, wanted)) in ["out", "dq", "dk", "dv"].iter().zip(got.iter().zip(&wanted)) {
+        near(name, got, wanted, tolerance)?;
+    }
+    near("lse", &lse, &wanted_lse, tolerance)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn agrees_with_plain_attention_in_f64(sizes in sizes()) {
+        compare(&sizes, DType::F64, 1e-11)?;
+    }
+
+    #[test]
+    fn agrees_with_plain_attention_in_f32(sizes in sizes()) {
+        compare(&sizes, DType::F32, 2e-5)?;
+    }
+
+    #[test]
+    fn halves_lose_no_more_than_their_rounding(sizes in sizes(), bf16 in any::<bool>()) {
+        // Inputs and outputs carry 11 or 8 bits; out (read back for delta) and d_out are rounded once more in between.
+        let (dtype, unit) = if bf16 { (DType::BF16, 2f64.powi(-8)) } else { (DType::F16, 2f64.powi(-11)) };
+        compare(&sizes, dtype, 4.0 * unit)?;
+    }
+
+    #[test]
+    fn the_last_key_and_value_reach_no_earlier_query(sizes in sizes(), last in 0usize..1000) {
+        let device = Device::flex();
+        let [q, k, v, _] = sizes.inputs(&device, DType::F32);
+        let mut options = FlashOptions::causal();
+        options.scale = sizes.options.scale;
+        let last = last % sizes.sk;
+        let bump = |t: Tensor<4>| {
+            let [b, g, s, d] = t.dims();
+            let tail = random([b, g, s - last, d], 7, &Device::flex(), DType::F32) * 100.0;
+            t.slice_assign([0..b, 0..g, last..s, 0..d], tail)
+        };
+        let (out, lse) = flash::forward(q.clone(), k.clone(), v.clone(), &options).unwrap();
+        let (changed, changed_lse) = flash::forward(q, bump(k), bump(v), &options).unwrap();
+        let earlier = last.min(sizes.sq);
+        if earlier > 0 {
+            let same = |t: Tensor<4>| values(&t.narrow(2, 0, earlier));
+            prop_assert_eq!(same(out), same(changed));
+            let same = |t: Tensor<3>| values(&t.narrow(2, 0, earlier));
+            prop_assert_eq!(same(lse), same(changed_lse));
+        }
+    }
+
+    #[test]
+    fn two_blocks_of_keys_merge_into_both(sizes in sizes(), cut in 1usize..1000) {
+        let [q, k, v, _] = sizes.inputs(&Device::flex(), DType::F64);
+        prop_assume!(sizes.sk > 1);
+        let cut = 1 + cut % (sizes.sk - 1);
+        let block = |from: usize, n: usize| {
+            let (q_offset, k_offset) = (sizes.options.q_offset, sizes.options.k_offset + from as i64);
+            let options = sizes.options.clone().with_offsets(q_offset, k_offset);
+            flash::forward(q.clone(), k.clone().narrow(2, from, n), v.clone().narrow(2, from, n), &options).unwrap()
+        };
+        let (out, lse) = block(0, sizes.sk);
+        let (a, b) = (block(0, cut), block(cut, sizes.sk - cut));
+        let (merged, merged_lse) = merge(a.0, a.1, b.0, b.1);
+        near("out", &merged, &out, 1e-12)?;
+        near("lse", &merged_lse, &lse, 1e-12)?;
+    }
+}
+
+#[rstest]
+fn scores_up_to_ten_thousand_keep_their_accuracy(#[values(100.0, 1000.0, 2500.0)] gain: f64) {
+    let device = Device::flex();
+    let [q, k, v, d_out] = [1, 2, 3, 4].map(|seed| random([1, 2, 130, 64], seed, &device, DType::F32));
+    let q = q * gain;
+    let options = FlashOptions::causal();
+    let run = |dtype: DType, attention: Attention| {
+        let [q, k, v] = [&q, &k, &v].map(|t| t.clone().cast(dtype).autodiff().require_grad());
+        let (out, _) = attention(q.clone(), k.clone(), v.clone(), &options).unwrap();
+        let grads = (out.clone() * d_out.clone().cast(dtype).autodiff()).sum().backward();
+        (out.inner(), [q, k, v].map(|t| t.grad(&grads).unwrap()))
+    };
+    let (out, grads) = run(DType::F32, flash_attention_with_lse);
+    let (wanted, wanted_grads) = run(DType::F64, reference::attention_with_lse);
+    let scores = q.matmul(k.swap_dims(2, 3)) * options.resolved_scale(64);
+    let tolerance = (4.0 * 2f64.powi(-24) * largest(&scores)).max(5e-5);
+    close("out", &out, &wanted, tolerance);
+    for (got, wanted) in grads.iter().zip(&wanted_grads) {
+        close("gradient", got, wanted, tolerance);
+    }
+}
+
+#[test]
+fn runs_and_thread_counts_agree_in_every_bit() {
+    let device = Device::flex();
+    let run = || {
+        let [q, d_out] = [1, 2].map(|seed| random([2, 4, 300, 24], seed, &device, DType::F32));
+        let [k, v] = [3, 4].map(|seed| random([2, 2, 300, 24], seed, &device, DType::F32));
+        let options = FlashOptions::causal();
+        let (out, lse) = flash::forward(q.clone(), k.clone(), v.clone(), &options).unwrap();
+        let delta = flash::delta(d_out.clone(), out.clone());
+        let (dq, dk, dv) = flash::backward(q, k, v, d_out, lse, delta, &options).unwrap();
+        [out, dq, dk, dv].map(|t| values(&t))
+    };
+    let first = run();
+    for threads in [1, 2, 3, 8] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        assert!(pool.install(run) == first, "{threads} threads");
+    }
+}
+
+#[rstest]
+fn merging_is_stable_far_apart(
+    #[values((200.0, -200.0), (-200.0, 200.0), (f64::NEG_INFINITY, -3.0), (5.0, f64::NEG_INFINITY), (1e4, 1e4))] lse: (f64, f64),
+) {
+    let device = Device::flex();
+    let row = |x: f64| Tensor::<3>::full([1, 1, 1], x, (&device, DType::F32));
+    let block = |seed, lse: f64| {
+        let out = random([1, 1, 1, 4], seed, &device, DType::F32);
+        if lse == f64::NEG_INFINITY { out.zeros_like() } else { out }
+    };
+    let (a, b) = (block(1, lse.0), block(2, lse.1));
+    let (out, merged) = merge(a.clone(), row(lse.0), b.clone(), row(lse.1));
+    let wanted = match lse {
+        (x, y) if x == y => (a + b) / 2.0,
+        (x, y) if x > y => a,
+        _ => b,
+    };
+    assert_eq!(values(&out), values(&wanted));
+    let analytic = if lse.0 == lse.1 { lse.0 + 2f64.ln() } else { lse.0.max(lse.1) };
+    assert_eq!(values(&merged), [f64::from(analytic as f32)]);
+}
+
+#[test]
+fn merging_nothing_with_nothing_is_nothing() {
+    let device = Device::flex();
+    let empty = || (Tensor::<4>::zeros([1, 1, 2, 4], &device), Tensor::<3>::full([1, 1, 2], f64::NEG_INFINITY, &device));
+    let ((a, la), (b, lb)) = (empty(), empty());
+    let (out, lse) = merge(a, la, b, lb);
+    assert_eq!(values(&out), [0.0; 8]);
+    assert_eq!(values(&lse), [f64::NEG_INFINITY; 2]);
+}
+
+#[rstest]
+#[case::no_keys([2, 4, 3, 8], [2, 2, 0, 8])]
+#[case::no_queries([2, 4, 0, 8], [2, 2, 3, 8])]
+#[case::no_batch([0, 4, 3, 8], [0, 2, 3, 8])]
+#[case::no_heads([2, 0, 3, 8], [2, 0, 3, 8])]
+#[case::nothing_visible([1, 2, 3, 8], [1, 1, 4, 8])]
+fn empty_inputs_give_empty_results(#[case] q: [usize; 4], #[case] kv: [usize; 4]) {
+    let device = Device::flex();
+    let zeros = |shape: [usize; 4]| Tensor::<4>::ones(shape, (&device, DType::F32));
+    let options = FlashOptions::causal().with_offsets(0, 50);
+    let (query, d_out, k, v) = (zeros(q), zeros(q), zeros(kv), zeros(kv));
+    let (out, lse) = flash::forward(query.clone(), k.clone(), v.clone(), &options).unwrap();
+    assert_eq!((out.dims(), lse.dims()), (q, [q[0], q[1], q[2]]));
+    assert!(values(&out).iter().all(|x| *x == 0.0));
+    assert!(values(&lse).iter().all(|x| *x == f64::NEG_INFINITY));
+    let (expected, expected_lse) = reference::attention_with_lse(query.clone(), k.clone(), v.clone(), &options).unwrap();
+    assert_eq!((values(&out), values(&lse)), (values(&expected), values(&expected_lse)));
+    let delta = flash::delta(d_out.clone(), out);
+    let (dq, dk, dv) = flash::backward(query, k, v, d_out, lse, delta, &options).unwrap();
+    assert_eq!((dq.dims(), dk.dims(), dv.dims()), (q, kv, kv));
+    assert!([dq, dk, dv].iter().all(|t| values(t).iter().all(|x| *x == 0.0)));
+}
