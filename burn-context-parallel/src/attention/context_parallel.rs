@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{Basic, Device, Tensor};
+use burn::tensor::kind::Basic;
+use burn::tensor::{Device, Tensor};
 
 use super::scope::{self, SequenceContext};
 use crate::group::ProcessGroup;

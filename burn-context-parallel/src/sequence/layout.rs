@@ -145,7 +145,7 @@ impl SequenceLayout {
     /// # Panics
     ///
     /// If the number of parts or their length at `dim` is not the layout's.
-    pub fn assemble<const D: usize, K: burn::tensor::Basic>(
+    pub fn assemble<const D: usize, K: burn::tensor::kind::Basic>(
         &self,
         parts: &[Tensor<D, K>],
         dim: usize,
@@ -168,7 +168,7 @@ impl SequenceLayout {
     /// # Panics
     ///
     /// If the length at `dim` is not S, or there is no such rank.
-    pub fn cut<const D: usize, K: burn::tensor::Numeric>(
+    pub fn cut<const D: usize, K: burn::tensor::kind::Numeric>(
         &self,
         whole: &Tensor<D, K>,
         dim: usize,
