@@ -114,19 +114,14 @@ pub fn load(folder: &Path, parallel: &ParallelConfig, device: &Device) -> Result
         .load_from(&mut store)
         .map_err(|error| LlamaError::Weights { path: path.clone(), problem: error.to_string() })?;
 
-    let (ignored, unused): (Vec<_>, Vec<_>) = result
-        .unused
-        .iter()
-        .map(|name| hf_name(name))
-        .partition(|name| is_redundant(name, &config));
-    let missing = result
-        .missing
-        .iter()
-        .map(|(name, _)| hf_name(name))
+    let (ignored, unused): (Vec<_>, Vec<_>) =
+        names(result.unused.iter()).into_iter().partition(|name| is_redundant(name, &config));
+    let missing = names(result.missing.iter().map(|(name, _)| name))
+        .into_iter()
         .map(|name| Missing { did_you_mean: similar(&name, &unused), name })
         .collect();
     let report = LoadReport {
-        applied: result.applied.iter().map(|name| hf_name(name)).collect(),
+        applied: names(result.applied.iter()),
         missing,
         unused,
         ignored,
@@ -137,6 +132,13 @@ pub fn load(folder: &Path, parallel: &ParallelConfig, device: &Device) -> Result
     }
     log::info!("{}: {report}", path.display());
     Ok((model, report))
+}
+
+/// Hugging Face's names, in their own order.
+fn names<'a>(paths: impl Iterator<Item = &'a String>) -> Vec<String> {
+    let mut names: Vec<String> = paths.map(|path| hf_name(path)).collect();
+    names.sort();
+    names
 }
 
 fn expect_file(folder: &Path, path: &Path) -> Result<()> {

@@ -89,9 +89,9 @@ impl Plan {
     /// The plan with the reason for each derived value.
     fn describe(&self) -> String {
         let scheme = format!("{:?}", self.scheme).to_lowercase();
-        let ranks = match self.scheme {
-            Scheme::Single => "1 rank (single)".to_owned(),
-            _ => format!("{} ranks", self.ranks),
+        let ranks = match self.ranks {
+            1 => "1 rank".to_owned(),
+            ranks => format!("{ranks} ranks"),
         };
         let stage = match (self.scheme, self.heads_per_stage) {
             (Scheme::Upipe, Some(heads)) => format!(", {heads} heads a stage"),
