@@ -30,7 +30,7 @@ mod schedule;
 mod source;
 
 pub use bytes::{backward_bytes, forward_bytes, saved_bytes};
-pub use execute::upipe;
+pub use execute::{upipe, upipe_cross};
 pub use given::Given;
 pub use module::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 pub use projection::{Projection, ProjectionWeights};

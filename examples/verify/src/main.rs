@@ -1,2 +1,154 @@
-//! .
-fn main() {}
+//! Compares attention and models with PyTorch's results, case by case.
+//!
+//! ```text
+//! cargo run --release -p verify -- FOLDER [--ranks N] [--heads-per-stage U] [--attention single|ulysses|upipe] [--checkpoint] [--tile N]
+//! ```
+//!
+//! FOLDER is searched for attention cases (a safetensors file whose metadata has `options`) and models (a folder with
+//! `config.json`, `model.safetensors` and `reference.safetensors`). One line a case; the last line of the output is a JSON object.
+//!
+//! Exit status: 0 if there was a case and all passed, 1 if one did not, 2 if the request makes no sense.
+
+mod attention;
+mod file;
+mod find;
+mod model;
+mod report;
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, ValueEnum};
+
+use find::{Kind, find};
+use report::{Report, Trouble};
+
+/// Checks this build against reference results.
+#[derive(Parser, Clone, Debug)]
+#[command(name = "verify")]
+struct Args {
+    /// Searched, with all folders in it, for reference cases.
+    folder: PathBuf,
+    /// Ranks that share each sequence (threads); `single` ignores it. Default: 4.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    ranks: Option<u16>,
+    /// Query heads (over all ranks) a stage, under `upipe`. Default: one a rank.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    heads_per_stage: Option<u32>,
+    /// How attention runs.
+    #[arg(long, value_enum, default_value_t = Scheme::Upipe)]
+    attention: Scheme,
+    /// Recompute the models' blocks in the backward pass.
+    #[arg(long)]
+    checkpoint: bool,
+    /// Tokens a tile of the models' feed-forward, norms and loss. Default: no tiles.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    tile: Option<u32>,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+enum Scheme {
+    Single,
+    Ulysses,
+    Upipe,
+}
+
+/// What the arguments mean.
+#[derive(Clone, Debug)]
+struct Plan {
+    scheme: Scheme,
+    ranks: usize,
+    heads_per_stage: Option<usize>,
+    checkpoint: bool,
+    tile: Option<usize>,
+}
+
+impl Plan {
+    fn new(args: &Args) -> Result<Self, clap::Error> {
+        if args.heads_per_stage.is_some() && args.attention != Scheme::Upipe {
+            return Err(Args::command().error(
+                ErrorKind::ArgumentConflict,
+                "--heads-per-stage is for --attention upipe: leave one of them out",
+            ));
+        }
+        let ranks = match args.attention {
+            Scheme::Single => 1,
+            Scheme::Ulysses | Scheme::Upipe => args.ranks.map_or(4, usize::from),
+        };
+        Ok(Self {
+            scheme: args.attention,
+            ranks,
+            heads_per_stage: args.heads_per_stage.map(|heads| heads as usize),
+            checkpoint: args.checkpoint,
+            tile: args.tile.map(|tile| tile as usize),
+        })
+    }
+
+    /// The plan with the reason for each derived value.
+    fn describe(&self) -> String {
+        let scheme = format!("{:?}", self.scheme).to_lowercase();
+        let ranks = match self.ranks {
+            1 => "1 rank".to_owned(),
+            ranks => format!("{ranks} ranks"),
+        };
+        let stage = match (self.scheme, self.heads_per_stage) {
+            (Scheme::Upipe, Some(heads)) => format!(", {heads} heads a stage"),
+            (Scheme::Upipe, None) => ", one head a rank and stage".to_owned(),
+            _ => String::new(),
+        };
+        let lse = match self.scheme {
+            Scheme::Single => "",
+            _ => "; the log-sum-exp stays inside the operation and is compared under single only",
+        };
+        let checkpoint = if self.checkpoint { "models' blocks recomputed" } else { "no checkpoints" };
+        let tile = self.tile.map_or_else(|| "no tiles".to_owned(), |tile| format!("models' tiles of {tile} tokens"));
+        format!("attention {scheme} on {ranks}{stage}, {checkpoint}, {tile}{lse}")
+    }
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let plan = Plan::new(&args).unwrap_or_else(|error| error.exit());
+    let cases = match find(&args.folder) {
+        Ok(cases) => cases,
+        Err(error) => {
+            complain(&format!("error: {}: {error}: give a readable folder of reference cases", args.folder.display()));
+            return ExitCode::from(2);
+        }
+    };
+    if cases.is_empty() {
+        complain(&format!(
+            "error: {}: no reference case found: give a folder with attention cases (*.safetensors with \"options\") or models \
+             (config.json and reference.safetensors)",
+            args.folder.display()
+        ));
+    }
+    let mut report = Report::default();
+    // A closed pipe ends the program: nobody is left to tell.
+    let written = (|| -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        writeln!(out, "{}", plan.describe())?;
+        for case in &cases {
+            let result = match &case.kind {
+                Kind::Attention => attention::run(&case.path, &plan),
+                Kind::Model => model::run(&case.path, &plan),
+                Kind::Damaged(problem) => Err(Trouble::Failed(problem.clone())),
+            };
+            writeln!(out, "{}", report.add(case, result))?;
+        }
+        writeln!(out, "{}", report.json())
+    })();
+    match (written, cases.is_empty(), report.all_passed()) {
+        (Err(_), ..) => ExitCode::FAILURE,
+        (_, true, _) => ExitCode::from(2),
+        (_, _, true) => ExitCode::SUCCESS,
+        (_, _, false) => ExitCode::FAILURE,
+    }
+}
+
+fn complain(message: &str) {
+    // Nothing is left to do if stderr is closed.
+    let _ = writeln!(io::stderr(), "{message}");
+}

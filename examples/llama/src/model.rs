@@ -1,0 +1,177 @@
+//! The model: embedding, blocks, norm, output layer.
+//!
+//! B batch, L local sequence, E model width, V vocabulary.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, RmsNorm};
+use burn::tensor::{Device, Int, Tensor};
+use burn_context_parallel::attention::{SequenceContext, scope};
+use burn_context_parallel::group::ProcessGroup;
+use burn_context_parallel::sequence::Shard;
+use burn_context_parallel::{Error, OrRaise, catch};
+use burn_upipe::checkpoint::Checkpointed;
+use burn_upipe::tiling::{TiledNorm, TokenLoss, tiled_cross_entropy};
+
+use crate::block::{self, Block};
+use crate::config::LlamaConfig;
+use crate::error::Result;
+use crate::parallel::{ParallelConfig, parallelize};
+
+/// A Llama language model.
+///
+/// Positions come from the sequence scope in which it runs, or outside any scope count from 0.
+#[derive(Module, Debug)]
+pub struct Llama {
+    /// Token embeddings, [V, E].
+    pub embed_tokens: Embedding,
+    /// The blocks.
+    pub layers: Vec<Checkpointed<Block>>,
+    /// Before the output layer.
+    pub norm: TiledNorm<RmsNorm>,
+    /// The output layer, [E, V]; without it the embedding table serves (tied).
+    pub lm_head: Option<Linear>,
+    #[module(skip)]
+    pub(crate) settings: Settings,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub config: LlamaConfig,
+    pub loss_tile: Option<usize>,
+}
+
+impl Llama {
+    /// A model with random weights: normal with the configuration's deviation, norms 1, biases 0.
+    ///
+    /// Weights are drawn here, so that clones (a rank each) have the same.
+    ///
+    /// # Errors
+    ///
+    /// [`LlamaError::Config`](crate::LlamaError::Config) if the configuration describes no model,
+    /// [`LlamaError::Core`](crate::LlamaError::Core) if `parallel` does not fit it.
+    pub fn init(config: &LlamaConfig, parallel: &ParallelConfig, device: &Device) -> Result<Self> {
+        struct Draw;
+        impl ModuleVisitor for Draw {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                param.base();
+            }
+        }
+        let model = parallelize(Self::lazy(config, device)?, parallel)?;
+        model.visit(&mut Draw);
+        Ok(model)
+    }
+
+    /// As [`init`](Self::init), but weights are drawn when they are first used.
+    pub(crate) fn lazy(config: &LlamaConfig, device: &Device) -> Result<Self> {
+        config.check()?;
+        let layers = (0..config.num_hidden_layers)
+            .map(|_| Ok(Checkpointed::new(Block::lazy(config, device)?).enabled(false)))
+            .collect::<Result<_>>()?;
+        let lm_head = (!config.tie_word_embeddings)
+            .then(|| block::linear(config, config.hidden_size, config.vocab_size, false, device));
+        Ok(Self {
+            embed_tokens: EmbeddingConfig::new(config.vocab_size, config.hidden_size)
+                .with_initializer(block::normal(config))
+                .init(device),
+            layers,
+            norm: TiledNorm::new(block::norm(config, device), None),
+            lm_head,
+            settings: Settings { config: config.clone(), loss_tile: None },
+        })
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &LlamaConfig {
+        &self.settings.config
+    }
+
+    /// Hidden states after the final norm.
+    ///
+    /// # Shapes
+    ///
+    /// [B, L] -> [B, L, E].
+    ///
+    /// # Panics
+    ///
+    /// [Raises](burn_context_parallel::raise) if a token id is not in the vocabulary, or the tokens are not the shard of the
+    /// scope.
+    pub fn hidden(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        self.expect_ids("Llama::hidden", "token", tokens.clone()).or_raise();
+        let table = self.embed_tokens.weight.val();
+        // Ids and table on the same kind of device, whichever of them is tracked.
+        let tokens = if table.is_autodiff() { tokens.inner().autodiff() } else { tokens.inner() };
+        let mut x = burn::tensor::module::embedding(table, tokens);
+        for layer in &self.layers {
+            x = layer.forward(x, |block, x| block.forward(x));
+        }
+        self.norm.forward(x, |norm, x| norm.forward(x))
+    }
+
+    /// The whole logits; for evaluation. Training takes [`loss`](Self::loss), which can do without them.
+    ///
+    /// # Shapes
+    ///
+    /// [B, L] -> [B, L, V].
+    ///
+    /// # Panics
+    ///
+    /// As [`hidden`](Self::hidden).
+    ///
+    /// # Memory
+    ///
+    /// B L V * size.
+    pub fn logits(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let x = self.hidden(tokens);
+        match &self.lm_head {
+            Some(head) => head.forward(x),
+            None => tied_logits(&self.embed_tokens, x),
+        }
+    }
+
+    /// The mean next-token loss over all ranks of `group`, of which `shard` is this rank's part.
+    ///
+    /// After `backward()`, sum gradients over ranks with
+    /// [`sum_gradients`](burn_context_parallel::collective::sum_gradients).
+    ///
+    /// # Errors
+    ///
+    /// [`LlamaError::Core`](crate::LlamaError::Core) if the shard is another group's or rank's, an id is not in the vocabulary, or a
+    /// collective fails. Errors of the backward pass are [raised](burn_context_parallel::raise).
+    pub fn loss(&self, shard: &Shard, group: &ProcessGroup) -> Result<TokenLoss> {
+        let context = SequenceContext::new(group, shard)?;
+        self.expect_ids("Llama::loss", "target", shard.targets.clone())?;
+        let (tile, targets) = (self.settings.loss_tile, shard.targets.clone());
+        let loss = catch(|| {
+            scope(Some(context), || {
+                let x = self.hidden(shard.tokens.clone());
+                match &self.lm_head {
+                    Some(head) => tiled_cross_entropy(head, x, targets, tile, Some(group), |head, x| head.forward(x)),
+                    None => tiled_cross_entropy(&self.embed_tokens, x, targets, tile, Some(group), tied_logits),
+                }
+            })
+        })??;
+        Ok(loss)
+    }
+
+    /// A backend reads out of bounds or panics on an id that the table does not have.
+    fn expect_ids(&self, name: &'static str, what: &str, ids: Tensor<2, Int>) -> Result<(), Error> {
+        let vocabulary = self.settings.config.vocab_size;
+        let largest = ids.inner().max().into_data().iter::<i64>().next().unwrap_or(0);
+        if largest < vocabulary as i64 {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            name,
+            format!("{what} id {largest} in a vocabulary of {vocabulary}"),
+            "use the tokenizer that belongs to the model",
+        ))
+    }
+}
+
+/// x [B, n, E] times the transposed table [V, E].
+fn tied_logits(table: &Embedding, x: Tensor<3>) -> Tensor<3> {
+    let [batch, len, width] = x.dims();
+    let table = table.weight.val();
+    let vocabulary = table.dims()[0];
+    x.reshape([batch * len, width]).matmul(table.transpose()).reshape([batch, len, vocabulary])
+}
