@@ -133,6 +133,7 @@ impl HeadExchange {
             let mut parts: Vec<_> = received.into_iter().flatten().collect();
             return Ok(if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) });
         }
+        let exact = if like.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let mut sums: Vec<Option<Tensor<4>>> = vec![None; self.heads];
         for (heads, part) in self.to.iter().zip(received) {
             let Some(part) = part else { continue };
@@ -140,7 +141,7 @@ impl HeadExchange {
                 let one = part.clone().narrow(2, slot, 1);
                 let sum = sums[*head].take();
                 sums[*head] = Some(match sum {
-                    Some(sum) => sum.cast(DType::F32) + one.cast(DType::F32),
+                    Some(sum) => sum.cast(exact) + one.cast(exact),
                     None => one,
                 });
             }

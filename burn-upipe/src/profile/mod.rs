@@ -1,0 +1,3 @@
+//! What memory was really used.
+
+pub mod heap;

@@ -1,0 +1,222 @@
+//! Attention spread over ranks, by any scheme, gives the outputs and gradients of one device.
+//!
+//! In f64, so that a difference is a fault and not rounding: sums are taken in another order, nothing else differs, and 1e-11 of the
+//! largest magnitude is a thousand times what that explains.
+
+use burn::module::Module;
+use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
+use burn_context_parallel::attention::{SequenceContext, ulysses};
+use burn_context_parallel::flash::{FlashOptions, reference};
+use burn_context_parallel::sequence::{RotaryFrequencies, SequenceLayout};
+use burn_upipe::upipe::{AttentionScheme, Given, Schedule, UPipeAttention, UPipeAttentionConfig, upipe};
+use rstest::rstest;
+use tests::{assert_close, on_ranks, tensor, values};
+
+const TOLERANCE: f64 = 1e-11;
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    causal: bool,
+    seq: usize,
+}
+
+const BATCH: usize = 2;
+const DIM: usize = 6;
+
+fn inputs(case: Case) -> [TensorData; 4] {
+    let Case { heads, kv_heads, seq, .. } = case;
+    [
+        values(1, &[BATCH, seq, heads, DIM]),
+        values(2, &[BATCH, seq, kv_heads, DIM]),
+        values(3, &[BATCH, seq, kv_heads, DIM]),
+        values(4, &[BATCH, seq, heads, DIM]),
+    ]
+}
+
+fn options(case: Case) -> FlashOptions {
+    if case.causal { FlashOptions::causal() } else { FlashOptions::full() }
+}
+
+/// out, dq, dk, dv [B, S, heads, D] of one device, by the O(S^2) path.
+fn one_device(case: Case) -> [Tensor<4>; 4] {
+    let device = Device::flex().autodiff();
+    let [q, k, v] = inputs(case)[..3].to_vec().try_into().expect("three");
+    let [q, k, v]: [Tensor<4>; 3] =
+        [q, k, v].map(|data: TensorData| tensor::<4>(&data, DType::F64, &device).require_grad());
+    let heads_first = |x: &Tensor<4>| x.clone().swap_dims(1, 2);
+    let out = reference::attention(heads_first(&q), heads_first(&k), heads_first(&v), &options(case)).unwrap();
+    let out = out.swap_dims(1, 2);
+    let d_out = tensor::<4>(&inputs(case)[3], DType::F64, &device);
+    let grads = (out.clone() * d_out).sum().backward();
+    [out.inner(), q.grad(&grads).unwrap(), k.grad(&grads).unwrap(), v.grad(&grads).unwrap()]
+}
+
+/// The same from ranks; `per_stage` chooses U-Pipe, none Ulysses.
+fn many_ranks(case: Case, layout: &SequenceLayout, per_stage: Option<usize>) -> [Tensor<4>; 4] {
+    let layout_of_ranks = layout.clone();
+    let parts = on_ranks(layout.ranks(), move |world| {
+        let layout = &layout_of_ranks;
+        let device = Device::flex().autodiff();
+        let mine = |data: &TensorData| {
+            let whole = tensor::<4>(data, DType::F64, &Device::flex());
+            Tensor::from_inner(layout.cut(&whole, 1, world.rank())).to_device(&device)
+        };
+        let [q, k, v, d_out] = inputs(case).each_ref().map(mine);
+        let [q, k, v] = [q, k, v].map(|x| x.detach().require_grad());
+        let out = match per_stage {
+            None => {
+                let [q, k, v] = [&q, &k, &v].map(|x| x.clone().swap_dims(1, 2));
+                ulysses(q, k, v, &options(case), &world, layout, layout)?.swap_dims(1, 2)
+            }
+            Some(per_stage) => {
+                let schedule = Schedule::new(case.heads, case.kv_heads, world.size(), per_stage)?;
+                let context = SequenceContext::from_layout(&world, layout.clone(), BATCH)?;
+                let (source, inputs) = Given::new(q.clone(), k.clone(), v.clone());
+                upipe(source, inputs, &schedule, &options(case), &context)?
+            }
+        };
+        let grads = (out.clone() * d_out).sum().backward();
+        Ok([out.inner(), q.grad(&grads).unwrap(), k.grad(&grads).unwrap(), v.grad(&grads).unwrap()]
+            .map(|x| x.to_data()))
+    });
+    std::array::from_fn(|i| {
+        let parts: Vec<Tensor<4>> =
+            parts.iter().map(|part| tensor(&part[i], DType::F64, &Device::flex())).collect();
+        layout.assemble(&parts, 1)
+    })
+}
+
+fn compare(case: Case, layout: &SequenceLayout, per_stage: Option<usize>, expected: &[Tensor<4>; 4]) {
+    let actual = many_ranks(case, layout, per_stage);
+    for (name, (a, b)) in ["out", "dq", "dk", "dv"].iter().zip(actual.iter().zip(expected)) {
+        assert_close(format!("{case:?}, {layout}, U {per_stage:?}: {name}"), a, b, TOLERANCE);
+    }
+}
+
+/// Every head count against every rank count, at every U; a length that few rank counts divide.
+#[rstest]
+fn any_heads_on_any_ranks_at_any_stage_width(
+    #[values((4, 4), (8, 2), (6, 1), (9, 3), (12, 3), (7, 7), (2, 1), (3, 3))] heads: (usize, usize),
+    #[values(1, 2, 3, 4, 8)] ranks: usize,
+) {
+    let case = Case { heads: heads.0, kv_heads: heads.1, causal: true, seq: 29 };
+    let expected = one_device(case);
+    let layout = SequenceLayout::contiguous(case.seq, ranks).unwrap();
+    compare(case, &layout, None, &expected);
+    for per_stage in 1..=case.heads {
+        compare(case, &layout, Some(per_stage), &expected);
+    }
+}
+
+/// Padding lies at the end, where a causal mask hides it; here nothing hides it but the layout.
+#[rstest]
+fn padding_is_no_key(#[values(2, 3, 4, 8)] ranks: usize, #[values(9, 17, 25)] seq: usize) {
+    let case = Case { heads: 4, kv_heads: 2, causal: false, seq };
+    let expected = one_device(case);
+    let layout = SequenceLayout::contiguous(seq, ranks).unwrap();
+    compare(case, &layout, None, &expected);
+    compare(case, &layout, Some(ranks.min(4)), &expected);
+}
+
+#[rstest]
+#[case(&[5, 1, 9])]
+#[case(&[1, 20])]
+#[case(&[3, 3, 4, 1, 7])]
+fn any_local_lengths(#[case] lengths: &[usize], #[values(true, false)] causal: bool) {
+    let case = Case { heads: 6, kv_heads: 3, causal, seq: lengths.iter().sum() };
+    let expected = one_device(case);
+    let layout = SequenceLayout::from_lengths(lengths).unwrap();
+    compare(case, &layout, None, &expected);
+    compare(case, &layout, Some(lengths.len().min(6)), &expected);
+    compare(case, &layout, Some(2), &expected);
+}
+
+/// A module with weights that tell heads apart (all weights random, biases too), in f64.
+fn attention(scheme: AttentionScheme, heads: (usize, usize), device: &Device) -> UPipeAttention {
+    struct Fill(u64);
+    impl burn::module::ModuleMapper for Fill {
+        fn map_float<const D: usize>(&mut self, param: burn::module::Param<Tensor<D>>) -> burn::module::Param<Tensor<D>> {
+            self.0 += 1;
+            let seed = self.0;
+            param.map(move |x| {
+                let data = values(seed, &x.dims());
+                let device = x.device();
+                let fresh = Tensor::from_data(data.convert_dtype(DType::F64), (&device, DType::F64));
+                fresh.mul_scalar(0.4).detach().require_grad()
+            })
+        }
+    }
+    let _ = Distribution::Default;
+    let config = UPipeAttentionConfig::new(10, heads.0, heads.1, DIM).with_qkv_bias(true).with_output_bias(true);
+    let module = config.init(device).unwrap().with_scheme(scheme).unwrap();
+    let module = module.with_rotary(RotaryFrequencies::new(DIM, 10_000.0).unwrap()).unwrap();
+    module.map(&mut Fill(10))
+}
+
+type Answer = (Tensor<3>, Tensor<3>, Vec<TensorData>);
+
+/// y, dx and all parameter gradients on one rank.
+fn run(module: &UPipeAttention, x: Tensor<3>, dy: Tensor<3>, context: &SequenceContext) -> burn_context_parallel::Result<Answer> {
+    let x = x.detach().require_grad();
+    let y = module.forward_in(x.clone(), context)?;
+    let grads = (y.clone() * dy).sum().backward();
+    struct Collect<'a>(&'a burn::tensor::Gradients, Vec<TensorData>);
+    impl burn::module::ModuleVisitor for Collect<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<Tensor<D>>) {
+            self.1.push(param.val().grad(self.0).expect("every parameter is used").to_data());
+        }
+    }
+    let mut collect = Collect(&grads, Vec::new());
+    module.visit(&mut collect);
+    Ok((y.inner(), x.grad(&grads).unwrap(), collect.1))
+}
+
+#[rstest]
+fn module_is_the_same_on_ranks(
+    #[values((4, 2), (6, 1), (9, 3), (3, 3))] heads: (usize, usize),
+    #[values(2, 3, 4)] ranks: usize,
+) {
+    let seq = 19;
+    let data = (values(1, &[BATCH, seq, 10]), values(2, &[BATCH, seq, 10]));
+    let device = Device::flex().autodiff();
+    let single = attention(AttentionScheme::Single, heads, &device);
+    let context = SequenceContext::single(seq, BATCH).unwrap();
+    let whole = |data: &TensorData| tensor::<3>(data, DType::F64, &Device::flex().autodiff());
+    let (y, dx, grads) = run(&single, whole(&data.0), whole(&data.1), &context).unwrap();
+
+    let mut schemes = vec![AttentionScheme::Ulysses, AttentionScheme::default()];
+    schemes.extend((1..=heads.0).map(|u| AttentionScheme::UPipe { heads_per_stage: Some(u) }));
+    for scheme in schemes {
+        let layout = SequenceLayout::contiguous(seq, ranks).unwrap();
+        let (data, of_ranks) = (data.clone(), layout.clone());
+        let answers = on_ranks(ranks, move |world| {
+            let device = Device::flex().autodiff();
+            let context = SequenceContext::from_layout(&world, of_ranks.clone(), BATCH)?;
+            let mine = |data: &TensorData| {
+                let whole = tensor::<3>(data, DType::F64, &Device::flex());
+                Tensor::from_inner(of_ranks.cut(&whole, 1, world.rank()))
+            };
+            let module = attention(scheme, heads, &device);
+            let (y, dx, grads) = run(&module, mine(&data.0), mine(&data.1), &context)?;
+            Ok((y.to_data(), dx.to_data(), grads))
+        });
+        let join = |pick: fn(&(TensorData, TensorData, Vec<TensorData>)) -> &TensorData| {
+            let parts: Vec<Tensor<3>> =
+                answers.iter().map(|a| tensor(pick(a), DType::F64, &Device::flex())).collect();
+            layout.assemble(&parts, 1)
+        };
+        let case = format!("{heads:?} on {ranks}, {scheme:?}");
+        assert_close(format!("{case}: y"), &join(|a| &a.0), &y, TOLERANCE);
+        assert_close(format!("{case}: dx"), &join(|a| &a.1), &dx, TOLERANCE);
+        for (i, expected) in grads.iter().enumerate() {
+            let flat = |data: &TensorData| {
+                let count = data.num_elements();
+                tensor::<1>(&TensorData::new(data.iter::<f64>().collect::<Vec<_>>(), [count]), DType::F64, &Device::flex())
+            };
+            let sum = answers.iter().map(|a| flat(&a.2[i])).reduce(|a, b| a + b).unwrap();
+            assert_close(format!("{case}: gradient {i}"), &sum, &flat(expected), TOLERANCE);
+        }
+    }
+}
