@@ -48,6 +48,8 @@ fn count(bytes: usize) {
     PEAK.fetch_max(now, Relaxed);
 }
 
+type Formula = fn(&FlashShape, DType, usize) -> usize;
+
 /// What `f` held at most above what was there before.
 fn peak<R>(f: impl FnOnce() -> R) -> (R, usize) {
     let before = NOW.load(Relaxed);
@@ -85,9 +87,9 @@ fn kernels_hold_what_the_formulas_say(
     pool.install(|| kernels(256, dtype));
     for s in [500, 1024, 4096] {
         let (forward, backward) = pool.install(|| kernels(s, dtype));
-        let formulas: [(_, _, fn(&FlashShape, DType, usize) -> usize); 2] =
-            [("forward", forward, forward_bytes), ("backward", backward, backward_bytes)];
-        for (what, counted, formula) in formulas {
+        let formulas: [Formula; 2] = [forward_bytes, backward_bytes];
+        for (i, (counted, formula)) in [forward, backward].into_iter().zip(formulas).enumerate() {
+            let what = ["forward", "backward"][i];
             // A few KiB of bookkeeping above. Below: on a busy machine one worker may empty the queue before another
             // starts, so that only one's scratch is certain to be seen; with one thread the formula is met on both sides.
             let (one, all) = (formula(&shape(s), dtype, 1), formula(&shape(s), dtype, threads));
