@@ -6,7 +6,8 @@ use crate::{Error, Result};
 
 use super::ProcessGroup;
 use super::call::{Argument, Call, Operation, ReduceOp};
-use super::parcel::{Parcel, Payload};
+use super::parcel::Parcel;
+use super::payload::Payload;
 use super::reduce;
 use super::transport::exchange_counted;
 

@@ -101,7 +101,7 @@ pub enum LaunchError {
         /// How long it was given.
         grace: Duration,
         /// The failure.
-        source: GroupError,
+        source: Box<GroupError>,
     },
 }
 
@@ -161,7 +161,7 @@ impl StdError for LaunchError {
             Self::NotStarted { source, .. } => Some(source),
             Self::Returned { source, .. } => Some(&**source),
             Self::Panicked { .. } => None,
-            Self::Abandoned { source, .. } => Some(source),
+            Self::Abandoned { source, .. } => Some(&**source),
         }
     }
 }
@@ -297,6 +297,7 @@ where
     let outcomes = outcomes.into_iter().enumerate().map(|(rank, outcome)| {
         outcome.unwrap_or_else(|| {
             let source = failure.clone().expect("only a failed world is left without an outcome");
+            let source = Box::new(source);
             Err(LaunchError::Abandoned { rank, grace: config.grace, source })
         })
     });

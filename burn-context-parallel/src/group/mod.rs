@@ -33,6 +33,7 @@ mod error;
 mod launch;
 mod mesh;
 mod parcel;
+mod payload;
 mod reduce;
 mod threads;
 mod traffic;
@@ -45,7 +46,8 @@ pub use call::{Announcement, Argument, Call, Kind, Operation, ReduceOp, disagree
 pub use error::{Aspect, Cause, Claim, GroupError, Place, Site};
 pub use launch::{LaunchConfig, LaunchError, MAX_RANKS, launch, launch_each};
 pub use mesh::{Axis, Coordinates, Mesh, MeshShape};
-pub use parcel::{Body, Parcel, Payload, Reading};
+pub use parcel::{Body, Parcel, Reading};
+pub use payload::Payload;
 pub use reduce::reduce;
 pub use traffic::{Count, Counters, Traffic};
 pub use transport::{DIRECT_BYTES, Transport};

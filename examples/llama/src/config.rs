@@ -252,10 +252,12 @@ impl LlamaConfig {
             self.rope_scaling
         {
             let positive = |value: f32| value.is_finite() && value > 0.0;
-            if !(positive(factor) && positive(low_freq_factor) && high_freq_factor > low_freq_factor)
-                || !high_freq_factor.is_finite()
-                || original_max_position_embeddings == 0
-            {
+            let fits = positive(factor)
+                && positive(low_freq_factor)
+                && positive(high_freq_factor)
+                && high_freq_factor > low_freq_factor
+                && original_max_position_embeddings > 0;
+            if !fits {
                 return wrong(
                     format!(
                         "llama3 rotary scaling with factor {factor}, low_freq_factor {low_freq_factor}, high_freq_factor \

@@ -66,7 +66,7 @@ pub(crate) fn is_transposed(hf_name: &str) -> bool {
     hf_name.ends_with("_proj.weight") || hf_name == "lm_head.weight"
 }
 
-/// Calls `f` with every parameter's Hugging Face name and id, and its tensor [D dims] as the visitor sees it.
+/// Collects gradients under their Hugging Face names.
 struct Named<'a> {
     remapper: KeyRemapper,
     path: Vec<String>,

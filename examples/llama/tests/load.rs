@@ -107,6 +107,22 @@ fn tensors_that_say_nothing_are_accepted_and_named() {
     assert_eq!(report.ignored, ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]);
 }
 
+#[test]
+fn half_precision_weights_become_the_devices_floats_exactly() {
+    let copy = edited("llama", |tensors| {
+        for (dtype, _, bytes) in tensors.values_mut() {
+            *dtype = safetensors::Dtype::BF16; // the upper half of an f32
+            *bytes = bytes.chunks(4).flat_map(|value| [value[2], value[3]]).collect();
+        }
+    });
+    let (model, _) = load(copy.path(), &ParallelConfig::none(), &Device::flex()).unwrap();
+    let (exact, _) = load(&folder("llama"), &ParallelConfig::none(), &Device::flex()).unwrap();
+    let values = |model: &llama::Llama| model.lm_head.as_ref().unwrap().weight.val().into_data().try_to_vec::<f32>().unwrap();
+    for (half, exact) in values(&model).iter().zip(values(&exact)) {
+        assert_eq!(half.to_bits(), exact.to_bits() & 0xFFFF_0000);
+    }
+}
+
 #[rstest]
 #[case::empty(0)]
 #[case::header_length_only(8)]
