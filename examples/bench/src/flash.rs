@@ -9,6 +9,7 @@ use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Distribution, Tensor};
 use burn_context_parallel::flash::{FlashOptions, flash_attention, reference};
+use burn_context_parallel::vjp::pullback;
 
 use crate::refuse;
 use crate::measure::{Samples, agree, order, table};
@@ -61,10 +62,10 @@ impl Side {
     /// Output and the gradients of q, k, v.
     fn step(self, inputs: &[Tensor<4>; 4]) -> Result<[Tensor<4>; 4]> {
         let [q, k, v, d_out] = inputs;
-        let [q, k, v] = [q, k, v].map(|x| Tensor::from_inner(x.clone()).require_grad());
+        let [q, k, v] = [q, k, v].map(|x| x.clone().autodiff().require_grad());
         let out = self.attend(q.clone(), k.clone(), v.clone())?;
         let value = out.clone().inner();
-        let mut grads = (out * Tensor::from_inner(d_out.clone())).sum().backward();
+        let mut grads = pullback(out, d_out.clone());
         let mut grad = |x: Tensor<4>| x.grad_remove(&mut grads).context("no gradient");
         Ok([value, grad(q)?, grad(k)?, grad(v)?])
     }

@@ -11,6 +11,7 @@ use burn::tensor::{Device, Distribution, Tensor, TensorData};
 use burn_context_parallel::attention::SequenceContext;
 use burn_context_parallel::group::{ProcessGroup, launch};
 use burn_context_parallel::sequence::{RotaryFrequencies, SequenceLayout};
+use burn_context_parallel::vjp::pullback;
 use burn_upipe::profile::heap;
 use burn_upipe::upipe::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 
@@ -26,13 +27,13 @@ pub struct Args {
     #[arg(long, default_value_t = 4)]
     ranks: usize,
     /// Query heads, H.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 32)]
     heads: usize,
     /// Key/value heads, G.
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 8)]
     kv_heads: usize,
     /// Head dimension, D; the model's width is H * D.
-    #[arg(long, default_value_t = 32)]
+    #[arg(long, default_value_t = 16)]
     head_dim: usize,
     /// Query heads (over all ranks) a stage, U; several are measured side by side. Default: one and two a rank.
     #[arg(long, num_args = 1..)]
@@ -127,7 +128,8 @@ fn rank(args: &Args, schemes: &[AttentionScheme], world: &ProcessGroup) -> Resul
     // Warm-up, and the comparison.
     let mut expected: Option<[TensorData; 2]> = None;
     for (side, scheme) in sides.iter().zip(schemes) {
-        let found = step(&side.module, &x, &dy, &context)?.map(Tensor::into_data);
+        let y = side.module.forward_in(x.clone().autodiff(), &context)?.inner();
+        let found = [y, step(&side.module, &x, &dy, &context)?].map(Tensor::into_data);
         match &expected {
             None => expected = Some(found),
             Some(expected) => {
@@ -159,14 +161,12 @@ fn rank(args: &Args, schemes: &[AttentionScheme], world: &ProcessGroup) -> Resul
     Ok(sides.into_iter().map(|side| Result0 { samples: side.samples, sent: side.sent }).collect())
 }
 
-/// Forward and backward: y and dx. Gradients of weights are computed, too.
-fn step(module: &UPipeAttention, x: &Tensor<3>, dy: &Tensor<3>, context: &SequenceContext) -> Result<[Tensor<3>; 2]> {
-    let x = Tensor::from_inner(x.clone()).require_grad();
+/// Forward and backward: dx. Gradients of weights are computed, too.
+fn step(module: &UPipeAttention, x: &Tensor<3>, dy: &Tensor<3>, context: &SequenceContext) -> Result<Tensor<3>> {
+    let x = x.clone().autodiff().require_grad();
     let y = module.forward_in(x.clone(), context)?;
-    let value = y.clone().inner();
-    let mut grads = (y * Tensor::from_inner(dy.clone())).sum().backward();
-    let dx = x.grad_remove(&mut grads).context("no gradient of x")?;
-    Ok([value, dx])
+    let mut grads = pullback(y, dy.clone());
+    x.grad_remove(&mut grads).context("no gradient of x")
 }
 
 /// The first rank's weights, on every rank.

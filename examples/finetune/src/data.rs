@@ -143,3 +143,77 @@ fn walk(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) -> Result<
 fn paths(paths: &[PathBuf]) -> String {
     paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" ")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = folder.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        folder
+    }
+
+    fn text(text: &Text) -> String {
+        String::from_utf8(text.bytes.clone()).unwrap()
+    }
+
+    fn ids(text: &Text, step: usize) -> Vec<i64> {
+        use burn::tensor::Device;
+        use burn_context_parallel::sequence::SequenceLayout;
+        let layout = SequenceLayout::contiguous(text.seq_len, 1).unwrap();
+        text.batch(step).unwrap().shard(&layout, 0, &Device::flex()).unwrap().tokens.into_data().iter().collect()
+    }
+
+    #[test]
+    fn a_folder_is_read_in_alphabetical_order_and_only_what_is_text() {
+        let folder = folder(&[
+            ("b.rs", "2"),
+            ("a/z.py", "1"),
+            ("c.md", "3"),
+            ("weights.safetensors", "x"),
+            ("noending", "x"),
+            (".git/a.rs", "x"),
+            ("target/a.rs", "x"),
+        ]);
+        assert_eq!(text(&Text::read(&[folder.path().to_owned()], 3).unwrap()), "123");
+        let named = [folder.path().join("noending"), folder.path().join("a")];
+        assert_eq!(text(&Text::read(&named, 2).unwrap()), "x1", "named files whatever their ending, in the order given");
+    }
+
+    #[test]
+    fn sequences_follow_each_other_and_begin_again() {
+        let folder = folder(&[("a.txt", "abcd"), ("b.txt", "efg")]);
+        let text = Text::read(&[folder.path().to_owned()], 3).unwrap();
+        assert_eq!(text.sequences(), 2);
+        let expected = ["abc", "def", "abc"].map(|row| row.bytes().map(i64::from).collect::<Vec<_>>());
+        assert_eq!([0, 1, 2].map(|step| ids(&text, step)), expected);
+    }
+
+    #[test]
+    fn every_byte_is_a_token() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("bytes");
+        fs::write(&path, [0, 255, 128, b'\n', b'\r']).unwrap();
+        assert_eq!(ids(&Text::read(&[path], 5).unwrap(), 0), [0, 255, 128, 10, 13]);
+    }
+
+    #[test]
+    fn too_little_text_is_an_error_with_both_numbers() {
+        let folder = folder(&[("a.txt", "abcd")]);
+        let error = Text::read(&[folder.path().to_owned()], 5).unwrap_err().to_string();
+        assert_eq!(error, "4 bytes of text are less than a sequence of 5: give more with --data, or --seq-len 4 or less");
+        assert_eq!(Text::read(&[folder.path().to_owned()], 4).unwrap().sequences(), 1);
+    }
+
+    #[test]
+    fn this_repository_has_text_for_the_default_run() {
+        let text = Text::own_source(4096).unwrap();
+        assert!(text.files.iter().any(|file| file.ends_with("finetune/src/data.rs")));
+        assert!(text.sequences() >= 40, "{}", text.sequences());
+    }
+}

@@ -25,7 +25,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use cli::{Args, Clip, Scheme, Switch, Tile};
+pub use cli::{Args, Clip, Scheme, Switch, Tile, one_line};
 pub use data::{Text, TextError};
 pub use error::{Error, Result};
 pub use metrics::{StepMetrics, Table};

@@ -12,13 +12,25 @@ static HEAP: CountingAllocator = CountingAllocator;
 
 fn main() -> ExitCode {
     env_logger::Builder::new().filter_level(log::LevelFilter::Warn).init();
-    let args = finetune::Args::parse();
+    let args = match finetune::Args::try_parse() {
+        Ok(args) => args,
+        Err(error) if error.use_stderr() => {
+            complain(&finetune::one_line(&error.to_string()));
+            return ExitCode::from(2);
+        }
+        // --help
+        Err(error) => error.exit(),
+    };
     match finetune::run(&args, io::stdout()) {
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
-            // Nothing is left to do if stderr is closed.
-            let _ = writeln!(io::stderr(), "error: {error}");
+            complain(&format!("error: {error}"));
             ExitCode::from(error.exit_code())
         }
     }
+}
+
+fn complain(message: &str) {
+    // Nothing is left to do if stderr is closed.
+    let _ = writeln!(io::stderr(), "{message}");
 }

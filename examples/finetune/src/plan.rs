@@ -325,3 +325,71 @@ impl Plan {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::module::Module;
+    use burn::tensor::Device;
+    use clap::Parser;
+    use llama::Llama;
+    use rstest::rstest;
+
+    use super::*;
+
+    fn plan(args: &str) -> Result<Plan> {
+        Plan::new(&Args::parse_from(["finetune"].into_iter().chain(args.split_whitespace())))
+    }
+
+    #[rstest]
+    #[case(LlamaConfig::new(256, 128, 352, 4, 8, 2))]
+    #[case(LlamaConfig { tie_word_embeddings: true, attention_bias: true, ..LlamaConfig::new(300, 12, 20, 2, 6, 3) })]
+    #[case(LlamaConfig { mlp_bias: true, head_dim: 10, ..LlamaConfig::new(256, 12, 20, 1, 6, 1) })]
+    fn parameters_are_counted_as_the_model_has_them(#[case] config: LlamaConfig) {
+        let model = Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap();
+        let plan = Plan { config, ..plan("--seq-len 64").unwrap() };
+        assert_eq!(plan.parameters(), model.num_params());
+    }
+
+    #[test]
+    fn without_arguments_everything_is_on() {
+        let plan = plan("").unwrap();
+        assert_eq!((plan.ranks, plan.seq_len, plan.layout.local_len(0)), (4, 4096, 1024));
+        assert_eq!(plan.schedule.as_ref().unwrap().stages().len(), 2);
+        assert_eq!(plan.parallel, ParallelConfig {
+            attention: AttentionScheme::UPipe { heads_per_stage: None },
+            checkpoint: true,
+            mlp_tile: Some(256),
+            norm_tile: Some(256),
+            loss_tile: Some(256),
+        });
+    }
+
+    #[test]
+    fn everything_can_be_off() {
+        let plan = plan("--attention single --checkpoint off --mlp-tile off --norm-tile off --loss-tile off --clip none").unwrap();
+        assert_eq!((plan.ranks, plan.parallel, plan.clip), (1, ParallelConfig::none(), None));
+    }
+
+    #[rstest]
+    #[case("--seq-len 10 --ranks 4", "3 tokens a rank, 10 / 4 rounded up; 2 padding")]
+    #[case("--heads-per-stage 3", "3 of 8 query heads a stage (as asked), 3 stages; not a multiple of the ranks")]
+    #[case("--ranks 9", "8 of 8 query heads a stage (one a rank), 1 stages; not a multiple of the ranks: they wait for each other; 1 ranks attend with no head")]
+    #[case("--attention ulysses", "Ulysses: all 8 heads at once, exchanged between ranks")]
+    #[case("--attention single", "1, attention is single")]
+    #[case("--steps 2 --seq-len 100", "2 of 100 tokens and 99 targets")]
+    #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]
+    fn derived_values_are_shown_with_their_reason(#[case] args: &str, #[case] expected: &str) {
+        let text = plan(args).unwrap().to_string();
+        assert!(text.contains(expected), "{text}");
+    }
+
+    #[rstest]
+    #[case(Tile::Auto, 3, Some(1))]
+    #[case(Tile::Auto, 1024, Some(256))]
+    #[case(Tile::Auto, 1_000_000, Some(2048))]
+    #[case(Tile::Off, 1024, None)]
+    #[case(Tile::Tokens(5000), 1024, Some(5000))]
+    fn tiles(#[case] asked: Tile, #[case] local: usize, #[case] expected: Option<usize>) {
+        assert_eq!(tile(asked, local, Some(2048)), expected);
+    }
+}
