@@ -3,6 +3,7 @@
 //! .
 mod error;
 pub mod attention;
+pub mod buffer;
 pub mod collective;
 pub mod flash;
 pub mod group;

@@ -55,7 +55,8 @@ fn scales_that_are_not_finite(#[values(f64::NAN, f64::INFINITY, f64::NEG_INFINIT
 #[test]
 fn mixed_element_types() {
     let x = || ones([1, 1, 2, 4]);
-    let error = flash_attention(x(), x(), x().cast(DType::BF16), &FlashOptions::full()).unwrap_err();
+    let error =
+        flash_attention(x(), x(), x().cast(DType::BF16), &FlashOptions::full()).unwrap_err();
     assert!(error.to_string().contains("q is F32 and v is BF16"), "{error}");
 }
 

@@ -12,6 +12,7 @@
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Gradients, Tensor};
 use burn_context_parallel::attention::{current, scope};
+use burn_context_parallel::buffer::zeros;
 use burn_context_parallel::vjp::{AnyTensor, InputGradients, Inputs, custom_vjp, pullback};
 use burn_context_parallel::{Error, raise};
 
@@ -144,7 +145,7 @@ impl<const E: usize> Joined<E> {
                     ));
                 }
                 dims[self.dim] = self.len;
-                let whole = whole.unwrap_or_else(|| Tensor::zeros(dims, (&part.device(), part.dtype())));
+                let whole = whole.unwrap_or_else(|| zeros(dims, &part.device(), part.dtype()));
                 write(whole, self.dim, start, part)
             }
         });
@@ -182,7 +183,7 @@ impl Total {
             None => {
                 let mut dims = tile;
                 dims[dim] = whole;
-                Tensor::zeros(dims, (&dx.device(), dx.dtype()))
+                zeros(dims, &dx.device(), dx.dtype())
             }
         };
         self.input = Some(write(total, dim, start, dx).into_dispatch());

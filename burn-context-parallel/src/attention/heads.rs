@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use burn::tensor::Tensor;
 
+use crate::buffer::zeros;
 use crate::flash::{self, FlashOptions};
 use crate::{Error, Result};
 
@@ -182,8 +183,8 @@ pub fn attend_backward(
         return flash::backward(q, k, v, d_out, lse, delta, options);
     }
     let (mut dqs, mut start) = (Vec::new(), 0);
-    let mut dk = k.zeros_like();
-    let mut dv = v.zeros_like();
+    let mut dk = zeros(k.dims(), &k.device(), k.dtype());
+    let mut dv = zeros(v.dims(), &v.device(), v.dtype());
     for run in runs {
         let (dq_run, dk_run, dv_run) = flash::backward(
             q.clone().narrow(1, start, run.queries),

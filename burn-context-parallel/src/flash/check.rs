@@ -39,7 +39,10 @@ impl FlashShape {
         if k[3] != v[3] {
             return Err(Error::unsupported(
                 operation,
-                format!("a value head dimension of {} beside a key head dimension of {}", v[3], k[3]),
+                format!(
+                    "a value head dimension of {} beside a key head dimension of {}",
+                    v[3], k[3]
+                ),
                 "project keys and values to the same head dimension",
             ));
         }
@@ -58,14 +61,7 @@ impl FlashShape {
                 "make the number of query heads a multiple of the number of key/value heads",
             ));
         }
-        Ok(Self {
-            batch: q[0],
-            q_heads: heads,
-            kv_heads,
-            q_len: q[2],
-            k_len: k[2],
-            head_dim: q[3],
-        })
+        Ok(Self { batch: q[0], q_heads: heads, kv_heads, q_len: q[2], k_len: k[2], head_dim: q[3] })
     }
 
     pub(crate) fn q(&self) -> [usize; 4] {
@@ -120,7 +116,10 @@ fn check_places(operation: &'static str, tensors: &[(&'static str, DispatchTenso
             _ => {
                 return Err(Error::unsupported(
                     operation,
-                    format!("flash attention on {:?} devices is not built yet; {name} there", tensor.device()),
+                    format!(
+                        "flash attention on {:?} devices is not built yet; {name} there",
+                        tensor.device()
+                    ),
                     "use a Flex device, or flash::reference::attention",
                 ));
             }

@@ -60,12 +60,12 @@ pub fn attention_with_lse(
     };
     let (k, v) = (spread(k), spread(v));
     let scores = q.cast(compute).matmul(k.swap_dims(2, 3)) * options.resolved_scale(d);
-    let hidden: Vec<bool> =
-        (0..sq).flat_map(|i| (0..sk).map(move |j| (i, j))).map(|(i, j)| !options.sees(i, j)).collect();
-    let hidden = Tensor::<2, Bool>::from_data(
-        TensorData::new(hidden, [sq, sk]),
-        &device.clone().inner(),
-    );
+    let hidden: Vec<bool> = (0..sq)
+        .flat_map(|i| (0..sk).map(move |j| (i, j)))
+        .map(|(i, j)| !options.sees(i, j))
+        .collect();
+    let hidden =
+        Tensor::<2, Bool>::from_data(TensorData::new(hidden, [sq, sk]), &device.clone().inner());
     let hidden: Tensor<4, Bool> = hidden.unsqueeze::<4>().expand([b, h, sq, sk]);
     let scores = scores.mask_fill(hidden, f64::NEG_INFINITY);
 

@@ -78,7 +78,12 @@ pub fn close<const D: usize>(what: &str, got: &Tensor<D>, wanted: &Tensor<D>, to
 }
 
 /// Standard normal numbers from a seed.
-pub fn random<const D: usize>(shape: [usize; D], seed: u64, device: &Device, dtype: DType) -> Tensor<D> {
+pub fn random<const D: usize>(
+    shape: [usize; D],
+    seed: u64,
+    device: &Device,
+    dtype: DType,
+) -> Tensor<D> {
     // splitmix64 and Box-Muller: no dependence on a crate's generator, so that failures reproduce.
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03;
     let mut uniform = || {

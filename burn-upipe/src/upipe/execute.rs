@@ -2,6 +2,7 @@
 
 use burn::tensor::{DType, Tensor};
 use burn_context_parallel::attention::{HeadExchange, HeadRun, HeadShape, SequenceContext, attend, attend_backward};
+use burn_context_parallel::buffer::zeros;
 use burn_context_parallel::flash::{self, FlashOptions};
 use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::SequenceLayout;
@@ -118,7 +119,7 @@ impl Run {
             let part = exchange.to_sequence(part, &like, &self.group, &self.q_layout)?;
             let heads = self.schedule.split().heads();
             let total = out.take().unwrap_or_else(|| {
-                Tensor::zeros([batch, local, heads, dim], (&part.device(), part.dtype()))
+                zeros([batch, local, heads, dim], &part.device(), part.dtype())
             });
             out = Some(write(total, &stage.queries(), &part));
         }

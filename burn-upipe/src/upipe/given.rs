@@ -1,6 +1,7 @@
 //! Stages that take slices of given q, k, v in place of projections.
 
 use burn::tensor::Tensor;
+use burn_context_parallel::buffer::zeros;
 use burn_context_parallel::vjp::{InputGradients, Inputs};
 
 use super::StageSource;
@@ -36,12 +37,15 @@ impl StageSource for Given {
     }
 
     fn add_queries(&mut self, heads: &[usize], dq: Tensor<4>) {
-        let total = self.dq.take().unwrap_or_else(|| self.q.zeros_like());
+        let total = self.dq.take().unwrap_or_else(|| zeros(self.q.dims(), &self.q.device(), self.q.dtype()));
         self.dq = Some(write(total, heads, &dq.cast(self.q.dtype())));
     }
 
     fn add_keys_values(&mut self, heads: &[usize], dk: Tensor<4>, dv: Tensor<4>) {
-        let (k, v) = self.dkv.take().unwrap_or_else(|| (self.k.zeros_like(), self.v.zeros_like()));
+        let (k, v) = self.dkv.take().unwrap_or_else(|| {
+            let zeros = || zeros(self.k.dims(), &self.k.device(), self.k.dtype());
+            (zeros(), zeros())
+        });
         let dtype = self.k.dtype();
         self.dkv = Some((add(k, heads, &dk.cast(dtype)), add(v, heads, &dv.cast(dtype))));
     }

@@ -1,11 +1,16 @@
 //! Stages that project their heads from the block's input.
 
 use burn::tensor::Tensor;
+use burn_context_parallel::buffer::zeros;
 use burn_context_parallel::sequence::{RotaryTable, apply_rotary, apply_rotary_adjoint};
 use burn_context_parallel::vjp::{InputGradients, Inputs};
 
 use super::StageSource;
+use super::execute::accumulator;
 use super::source::runs;
+
+/// From this many tokens per unit of width on, the columns of a stage's heads are copied together.
+const COPY_RATIO: usize = 8;
 
 /// Query, key and value projections as Burn's `Linear` holds them: [E, heads * D], and biases [heads * D].
 #[derive(Clone, Debug)]
@@ -32,17 +37,24 @@ pub struct Projection {
     dim: usize,
     weights: ProjectionWeights,
     rotary: Option<RotaryTable>,
+    wanted: Wanted,
     gradients: Gradients,
+}
+
+/// Which gradients anybody asks for: those of frozen weights are not computed.
+#[derive(Clone, Copy, Debug)]
+struct Wanted {
+    x: bool,
+    weights: [bool; 3],
+    biases: [bool; 3],
 }
 
 /// What has been summed so far.
 #[derive(Clone, Debug, Default)]
 struct Gradients {
     x: Option<Tensor<2>>,
-    q: Option<Tensor<2>>,
-    k: Option<Tensor<2>>,
-    v: Option<Tensor<2>>,
-    bias: [Option<Tensor<2>>; 3],
+    weights: [Option<Tensor<2>>; 3],
+    biases: [Option<Tensor<2>>; 3],
 }
 
 impl Projection {
@@ -57,6 +69,14 @@ impl Projection {
         if let Some((q, k, v)) = &weights.bias {
             inputs = inputs.input(q).input(k).input(v);
         }
+        let wanted = Wanted {
+            x: x.is_tracked(),
+            weights: [&weights.q, &weights.k, &weights.v].map(Tensor::is_tracked),
+            biases: match &weights.bias {
+                Some((q, k, v)) => [q, k, v].map(Tensor::is_tracked),
+                None => [false; 3],
+            },
+        };
         let [rows, local, width] = x.dims();
         let weights = ProjectionWeights {
             q: weights.q.inner(),
@@ -65,16 +85,36 @@ impl Projection {
             bias: weights.bias.map(|(q, k, v)| (q.inner(), k.inner(), v.inner())),
         };
         let x = x.inner().reshape([rows * local, width]);
-        (Self { x, rows, dim, weights, rotary, gradients: Gradients::default() }, inputs)
+        (Self { x, rows, dim, weights, rotary, wanted, gradients: Gradients::default() }, inputs)
+    }
+
+    /// The heads in blocks that are multiplied at once, with each block's first index in `heads`.
+    ///
+    /// Heads that are not neighbours need a copy of their columns, [E, n D]. Where tokens are many that is nothing beside the
+    /// projected [B L, n D], and one wide product is faster than several narrow ones; where they are few it would be the larger
+    /// of the two, and each run of neighbours is multiplied on its own, from a view.
+    fn blocks<'a>(&self, heads: &'a [usize]) -> Vec<(usize, &'a [usize])> {
+        let [rows, width] = self.x.dims();
+        if rows >= COPY_RATIO * width {
+            return vec![(0, heads)];
+        }
+        runs(heads).into_iter().map(|(_, len, index)| (index, &heads[index..index + len])).collect()
     }
 
     fn project(&self, weight: &Tensor<2>, bias: Option<&Tensor<1>>, heads: &[usize]) -> Tensor<4> {
-        let mut y = self.x.clone().matmul(columns(weight, heads, self.dim));
-        if let Some(bias) = bias {
-            y = y + columns(&bias.clone().unsqueeze_dim(0), heads, self.dim);
-        }
-        let local = y.dims()[0] / self.rows;
-        y.reshape([self.rows, local, heads.len(), self.dim])
+        let local = self.x.dims()[0] / self.rows;
+        let mut parts: Vec<Tensor<4>> = self
+            .blocks(heads)
+            .into_iter()
+            .map(|(_, heads)| {
+                let mut y = self.x.clone().matmul(columns(weight, heads, self.dim));
+                if let Some(bias) = bias {
+                    y = y + columns(&bias.clone().unsqueeze_dim(0), heads, self.dim);
+                }
+                y.reshape([self.rows, local, heads.len(), self.dim])
+            })
+            .collect();
+        if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) }
     }
 
     fn rotate(&self, x: Tensor<4>) -> Tensor<4> {
@@ -93,25 +133,34 @@ impl Projection {
 
     /// Adds what one projection's gradient `dy` [B, L, heads, D] gives to x, its weight and its bias.
     fn pull(&mut self, which: Which, heads: &[usize], dy: Tensor<4>) {
-        let width = heads.len() * self.dim;
-        let rows = self.x.dims()[0];
-        let dy = dy.reshape([rows, width]);
-        let (weight, bias) = self.parts(which);
-        let slice = columns(weight, heads, self.dim);
-        let bias = bias.map(|bias| bias.clone().unsqueeze_dim::<2>(0));
-
-        let d_slice = self.x.clone().transpose().matmul(dy.clone());
-        let total = self.gradients.weight(which).take().unwrap_or_else(|| weight_like(self.parts(which).0));
-        *self.gradients.weight(which) = Some(add_columns(total, heads, self.dim, d_slice));
-
-        if let Some(bias) = bias {
-            let d_bias = dy.clone().sum_dim(0);
-            let total = self.gradients.bias[which as usize].take().unwrap_or_else(|| bias.zeros_like());
-            self.gradients.bias[which as usize] = Some(add_columns(total, heads, self.dim, d_bias));
+        let dy = dy.reshape([self.x.dims()[0], heads.len() * self.dim]);
+        for (index, heads) in self.blocks(heads) {
+            let dy = dy.clone().narrow(1, index * self.dim, heads.len() * self.dim);
+            self.pull_block(which, heads, dy);
         }
+    }
 
-        let total = self.gradients.x.take().unwrap_or_else(|| weight_like(&self.x));
-        self.gradients.x = Some(add_product(total, dy, slice.transpose()));
+    fn pull_block(&mut self, which: Which, heads: &[usize], dy: Tensor<2>) {
+        let (weight, _) = self.parts(which);
+        let slice = columns(weight, heads, self.dim);
+        let weight_dims = weight.dims();
+        let sum = |x: &Tensor<2>, dims| zeros(dims, &x.device(), accumulator(x.dtype()));
+
+        if self.wanted.weights[which as usize] {
+            let d_slice = self.x.clone().transpose().matmul(dy.clone());
+            let slot = &mut self.gradients.weights[which as usize];
+            let total = slot.take().unwrap_or_else(|| sum(&self.x, weight_dims));
+            *slot = Some(add_columns(total, heads, self.dim, d_slice));
+        }
+        if self.wanted.biases[which as usize] {
+            let slot = &mut self.gradients.biases[which as usize];
+            let total = slot.take().unwrap_or_else(|| sum(&self.x, [1, weight_dims[1]]));
+            *slot = Some(add_columns(total, heads, self.dim, dy.clone().sum_dim(0)));
+        }
+        if self.wanted.x {
+            let total = self.gradients.x.take().unwrap_or_else(|| sum(&self.x, self.x.dims()));
+            self.gradients.x = Some(add_product(total, dy, slice.transpose()));
+        }
     }
 
     fn parts(&self, which: Which) -> (&Tensor<2>, Option<&Tensor<1>>) {
@@ -129,16 +178,6 @@ enum Which {
     Q = 0,
     K = 1,
     V = 2,
-}
-
-impl Gradients {
-    fn weight(&mut self, which: Which) -> &mut Option<Tensor<2>> {
-        match which {
-            Which::Q => &mut self.q,
-            Which::K => &mut self.k,
-            Which::V => &mut self.v,
-        }
-    }
 }
 
 impl StageSource for Projection {
@@ -165,7 +204,7 @@ impl StageSource for Projection {
     }
 
     fn into_gradients(self) -> InputGradients {
-        let Gradients { x, q, k, v, bias } = self.gradients;
+        let Gradients { x, weights, biases } = self.gradients;
         let [_, width] = self.x.dims();
         let dtype = self.x.dtype();
         let x = x.map(|x| {
@@ -173,19 +212,14 @@ impl StageSource for Projection {
             x.cast(dtype).reshape([self.rows, local, width]).into_dispatch()
         });
         let mut gradients = vec![x];
-        gradients.extend([q, k, v].map(|grad| grad.map(|grad| grad.cast(dtype).into_dispatch())));
+        gradients.extend(weights.map(|grad| grad.map(|grad| grad.cast(dtype).into_dispatch())));
         if self.weights.bias.is_some() {
-            gradients.extend(bias.map(|grad| {
+            gradients.extend(biases.map(|grad| {
                 grad.map(|grad| grad.cast(dtype).squeeze_dim::<1>(0).into_dispatch())
             }));
         }
         gradients
     }
-}
-
-/// Zeros in the type in which gradients are summed.
-fn weight_like(x: &Tensor<2>) -> Tensor<2> {
-    Tensor::zeros(x.dims(), (&x.device(), super::execute::accumulator(x.dtype())))
 }
 
 /// The columns of these heads; a view where they are neighbours.

@@ -82,10 +82,13 @@ fn backward_of<E: Stored>(
     options: &FlashOptions,
 ) -> (FlexTensor, FlexTensor, FlexTensor) {
     // Row statistics are D times smaller than the rest: copied if they aren't contiguous.
-    let [lse, delta] = &rows.map(|t| if t.as_slice::<E::Real>().is_some() { t } else { t.to_contiguous() });
-    let slice = |t| FlexTensor::as_slice::<E::Real>(t).expect("contiguous, and of the checked type");
+    let [lse, delta] =
+        &rows.map(|t| if t.as_slice::<E::Real>().is_some() { t } else { t.to_contiguous() });
+    let slice =
+        |t| FlexTensor::as_slice::<E::Real>(t).expect("contiguous, and of the checked type");
     let [q, k, v, d_out] = inputs.map(View::<E>::new);
-    let inputs = backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options };
+    let inputs =
+        backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options };
     let mut dq = zeros::<E>(&shape.q());
     let mut dk = zeros::<E>(&shape.kv());
     let mut dv = zeros::<E>(&shape.kv());
@@ -120,8 +123,11 @@ pub(super) fn backward_bytes(shape: &FlashShape, dtype: DType, threads: usize) -
     let [first, second] = backward::scratch_bytes(shape.head_dim, real);
     let queries = shape.batch * shape.q_heads * shape.q_len.div_ceil(work::Q_TILE);
     let keys = shape.batch * shape.kv_heads * shape.k_len.div_ceil(work::K_TILE);
-    let scratch = (work::workers(queries, threads) * first).max(work::workers(keys, threads) * second);
-    (elements(&shape.q()) + 2 * elements(&shape.kv())) * dtype.size() + backward::task_bytes(shape) + scratch
+    let scratch =
+        (work::workers(queries, threads) * first).max(work::workers(keys, threads) * second);
+    (elements(&shape.q()) + 2 * elements(&shape.kv())) * dtype.size()
+        + backward::task_bytes(shape)
+        + scratch
 }
 
 fn elements(shape: &[usize]) -> usize {
