@@ -1,2 +1,59 @@
-//! .
-fn main() {}
+//! Measures: U-Pipe against Ulysses on the same ranks, flash attention against attention that keeps every score.
+//!
+//! ```text
+//! cargo run --release -p bench -- upipe [--seq-len N] [--ranks N] [--heads-per-stage U ..]
+//! cargo run --release -p bench -- flash [--seq-len N ..]
+//! ```
+//!
+//! Results are compared before anything is timed. Sides take turns, so that what else the machine does meets all of them alike;
+//! times are medians. Memory is counted by the allocator: the most heap bytes alive above those at the start, of all ranks.
+
+mod flash;
+mod measure;
+mod upipe;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use burn_upipe::profile::heap::CountingAllocator;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, Subcommand};
+
+#[global_allocator]
+static HEAP: CountingAllocator = CountingAllocator;
+
+/// Measures throughput and memory, both sides of a comparison by turns.
+#[derive(Parser, Clone, Debug)]
+#[command(name = "bench")]
+struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand, Clone, Debug)]
+enum What {
+    /// U-Pipe against Ulysses: one attention layer, forward and backward, on the same ranks.
+    Upipe(upipe::Args),
+    /// Flash attention against the O(S^2) path and against Burn's own attention, on one device.
+    Flash(flash::Args),
+}
+
+/// Ends with status 2, for a request that makes no sense.
+fn refuse(message: String) -> ! {
+    Args::command().error(ErrorKind::ValueValidation, message).exit()
+}
+
+fn main() -> ExitCode {
+    let result = match Args::parse().what {
+        What::Upipe(args) => upipe::run(&args),
+        What::Flash(args) => flash::run(&args),
+    };
+    let written = match result {
+        Ok(report) => writeln!(io::stdout(), "{report}"),
+        Err(error) => {
+            let _ = writeln!(io::stderr(), "error: {error:#}");
+            return ExitCode::FAILURE;
+        }
+    };
+    if written.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

@@ -1,0 +1,98 @@
+//! What can go wrong, and with which exit status the program ends.
+
+use std::io;
+use std::path::PathBuf;
+
+use burn_context_parallel::group::LaunchError;
+use llama::LlamaError;
+
+use crate::data::TextError;
+use crate::train::Halt;
+
+/// Any failure of a run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Arguments that do not go together, or do not fit the model.
+    #[error("{problem}: {remedy}")]
+    Input {
+        /// What, with its numbers.
+        problem: String,
+        /// What to type.
+        remedy: String,
+    },
+    /// A model whose vocabulary has no place for every byte.
+    #[error(
+        "--model {}: a vocabulary of {vocab_size} is not byte-level: use a model with at least 256 token ids; tokenizers are not \
+         built yet",
+        folder.display()
+    )]
+    NotByteLevel {
+        /// The model.
+        folder: PathBuf,
+        /// Its vocabulary.
+        vocab_size: usize,
+    },
+    /// The text cannot be used.
+    #[error(transparent)]
+    Text(#[from] TextError),
+    /// The model cannot be built or loaded.
+    #[error(transparent)]
+    Model(LlamaError),
+    /// The output folder cannot be had.
+    #[error("--out {}: {problem}: {remedy}", path.display())]
+    Out {
+        /// Which folder.
+        path: PathBuf,
+        /// Why not.
+        problem: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A file could not be written.
+    #[error("{}: {source}: make room on the disk, and check who may write there", path.display())]
+    Write {
+        /// Which file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// Standard output is gone.
+    #[error("standard output: {0}: keep it open until the run ends")]
+    Say(io::Error),
+    /// The weights could not be saved.
+    #[error("weights not saved: {0}")]
+    Save(LlamaError),
+    /// A rank failed.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// Loss or gradients are not numbers any more.
+    #[error("{halt}: {}: lower --lr, or set --clip", match saved {
+        Some(folder) => format!("the last good weights are in {}", folder.display()),
+        None => "there were no good weights to keep".to_owned(),
+    })]
+    Diverged {
+        /// Where and how.
+        halt: Halt,
+        /// Where the last good weights are.
+        saved: Option<PathBuf>,
+    },
+}
+
+impl Error {
+    /// An [`Error::Input`].
+    pub(crate) fn input(problem: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self::Input { problem: problem.into(), remedy: remedy.into() }
+    }
+
+    /// 2 if the request cannot be served, 1 if serving it failed.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Input { .. } | Self::NotByteLevel { .. } | Self::Text(_) | Self::Model(_) | Self::Out { .. } => 2,
+            Self::Write { .. } | Self::Say(_) | Self::Save(_) | Self::Launch(_) | Self::Diverged { .. } => 1,
+        }
+    }
+}
+
+/// The result of everything here that can fail.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

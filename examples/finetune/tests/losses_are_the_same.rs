@@ -1,0 +1,85 @@
+//! Ranks, schemes, tiles and checkpoints change memory and time only: losses and gradient norms are those of one device.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+
+use burn::tensor::Device;
+use clap::Parser;
+use finetune::{Args, StepMetrics, run};
+use llama::{Llama, LlamaConfig, ParallelConfig};
+use rstest::rstest;
+
+/// A folder with a small model and a text, made once: all runs start from the same weights.
+static INPUT: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().unwrap();
+    let config = LlamaConfig { initializer_range: 0.2, ..LlamaConfig::new(256, 24, 40, 2, 4, 2) };
+    Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap().save(&folder.path().join("model")).unwrap();
+    let text: String = (0..400).map(|i| format!("let x{i} = {};\n", i * i % 97)).collect();
+    std::fs::write(folder.path().join("text.rs"), text).unwrap();
+    folder
+});
+
+fn train(args: &str, out: &Path) -> Vec<StepMetrics> {
+    let path = |name: &str| INPUT.path().join(name).display().to_string();
+    let common = ["finetune", "--model", &path("model"), "--data", &path("text.rs"), "--out", &out.display().to_string()]
+        .map(str::to_owned);
+    let args = Args::parse_from(common.into_iter().chain(args.split_whitespace().map(str::to_owned)));
+    run(&args, io::sink()).unwrap().steps
+}
+
+const PLAIN: &str = "--attention single --checkpoint off --mlp-tile off --norm-tile off --loss-tile off";
+
+static ONE_DEVICE: LazyLock<Vec<StepMetrics>> = LazyLock::new(|| {
+    let out = tempfile::tempdir().unwrap();
+    train(&format!("{PLAIN} --seq-len 101 --steps 3 --lr 1e-3 --clip 1.0"), out.path())
+});
+
+#[rstest]
+#[case("--attention single")]
+#[case("")]
+#[case("--ranks 1")]
+#[case("--ranks 2 --heads-per-stage 3 --mlp-tile 7 --norm-tile 11 --loss-tile 13")]
+#[case("--ranks 3 --heads-per-stage 1 --checkpoint off")]
+#[case("--ranks 5 --mlp-tile off --loss-tile 1")]
+#[case("--attention ulysses --ranks 2")]
+#[case("--attention ulysses --ranks 3 --checkpoint off --mlp-tile off --norm-tile off --loss-tile off")]
+#[case("--attention ulysses --ranks 7 --norm-tile off")]
+fn losses_and_norms_are_those_of_one_device(#[case] args: &str) {
+    let out = tempfile::tempdir().unwrap();
+    let steps = train(&format!("{args} --seq-len 101 --steps 3 --lr 1e-3 --clip 1.0"), out.path());
+    assert_eq!(steps.len(), 3);
+    for (step, expected) in steps.iter().zip(&*ONE_DEVICE) {
+        let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
+        assert!(
+            close(step.loss, expected.loss) && close(step.grad_norm, expected.grad_norm),
+            "{args}: {step:?}, on one device {expected:?}"
+        );
+    }
+}
+
+/// What the comparison above rests on: the steps do something, and clipping is at work.
+#[test]
+fn one_device_learns_and_clips() {
+    let [first, .., last] = &ONE_DEVICE[..] else { panic!("three steps") };
+    assert!(last.loss < first.loss - 0.01, "{first:?} {last:?}");
+    assert!(first.grad_norm > 1.0, "{first:?}");
+}
+
+/// Weights that were saved from ranks are the trained ones, and load on one device.
+#[test]
+fn saved_weights_go_on_where_training_ended() {
+    let (out, again): (tempfile::TempDir, PathBuf) = (tempfile::tempdir().unwrap(), PathBuf::from("model"));
+    let whole = train("--ranks 3 --seq-len 50 --steps 1 --lr 1e-2", &out.path().join("a"));
+    let folder = out.path().join("a").join(again);
+    let text = INPUT.path().join("text.rs");
+    let args = Args::parse_from([
+        "finetune", "--attention", "single", "--seq-len", "50", "--steps", "1",
+        "--model", &folder.display().to_string(),
+        "--data", &text.display().to_string(),
+        "--out", &out.path().join("b").display().to_string(),
+    ]);
+    // The same first sequence, after one step on it.
+    let after = run(&args, io::sink()).unwrap().steps[0].loss;
+    assert!(after < whole[0].loss - 0.05, "{} {after}", whole[0].loss);
+}
