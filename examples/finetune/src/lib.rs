@@ -12,6 +12,20 @@
 //! | `plan.txt` | the plan, every derived value with its reason |
 //! | `metrics.csv` | one line a step, written as it happens |
 //! | `model/` | the weights, as transformers loads them |
+//!
+//! ```
+//! use clap::Parser;
+//! use finetune::{Args, Plan};
+//!
+//! let plan = Plan::new(&Args::parse_from(["finetune", "--seq-len", "64", "--ranks", "2"]))?;
+//! assert_eq!(plan.layout.local_len(0), 32);
+//! assert!(plan.to_string().contains("32 tokens a rank, 64 / 2 rounded up; 0 padding"));
+//!
+//! let error = Plan::new(&Args::parse_from(["finetune", "--heads-per-stage", "9"])).unwrap_err();
+//! assert_eq!(error.to_string(), "--heads-per-stage 9 of 8 query heads: use 1 to 8");
+//! assert_eq!(error.exit_code(), 2);
+//! # Ok::<(), finetune::Error>(())
+//! ```
 
 mod cli;
 mod data;
