@@ -81,23 +81,14 @@ impl HeadExchange {
         group: &ProcessGroup,
         layout: &SequenceLayout,
     ) -> Result<Option<Tensor<4>>> {
-        let [batch, _, _, dim] = x.dims();
-        let mine = self.to[group.rank()].len();
+        let shape = HeadShape::of(&x);
         let parts = self.to.iter().map(|heads| select(&x, heads)).collect();
         drop(x);
-        let expected: Vec<_> = (0..group.size())
-            .map(|rank| (mine > 0).then(|| vec![batch, layout.local_len(rank), mine, dim]))
-            .collect();
-        let received = group.all_to_all_uneven(parts, &expected)?;
-        if mine == 0 {
-            return Ok(None);
-        }
-        let received: Vec<_> = received.into_iter().flatten().collect();
-        Ok(Some(layout.assemble(&received, 1)))
+        gather_tokens(parts, self.to[group.rank()].len(), &shape, group, layout)
     }
 
     /// The way back, and the adjoint: this rank's tokens of all heads. A head that several ranks hold is summed, in
-    /// f32, in rank order; one that no rank holds is zero.
+    /// f32 (or f64), in rank order; one that no rank holds is zero.
     ///
     /// # Shapes
     ///
@@ -117,18 +108,8 @@ impl HeadExchange {
         group: &ProcessGroup,
         layout: &SequenceLayout,
     ) -> Result<Tensor<4>> {
-        let (batch, dim) = (like.batch, like.dim);
-        let parts = (0..group.size())
-            .map(|rank| y.as_ref().map(|y| layout.cut(y, 1, rank)))
-            .collect();
-        drop(y);
-        let local = layout.local_len(group.rank());
-        let expected: Vec<_> = self
-            .to
-            .iter()
-            .map(|heads| (!heads.is_empty()).then(|| vec![batch, local, heads.len(), dim]))
-            .collect();
-        let received = group.all_to_all_uneven(parts, &expected)?;
+        let counts: Vec<usize> = self.to.iter().map(Vec::len).collect();
+        let received = return_tokens(y, &counts, like, group, layout)?;
         if self.to.iter().flatten().copied().eq(0..self.heads) {
             let mut parts: Vec<_> = received.into_iter().flatten().collect();
             return Ok(if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) });
@@ -146,15 +127,70 @@ impl HeadExchange {
                 });
             }
         }
+        let local = layout.local_len(group.rank());
         let heads = sums
             .into_iter()
             .map(|sum| match sum {
                 Some(sum) => sum.cast(like.dtype),
-                None => Tensor::zeros([batch, local, 1, dim], (&like.device, like.dtype)),
+                None => Tensor::zeros([like.batch, local, 1, like.dim], (&like.device, like.dtype)),
             })
             .collect();
         Ok(Tensor::cat(heads, 2))
     }
+}
+
+/// All tokens of this rank's `mine` heads, from what every rank sends of its own tokens: `parts[r]` [B, L, n_r, D] goes to
+/// rank r, `None` where that rank gets no head. The exchange itself, for schedules that make parts one by one.
+///
+/// # Shapes
+///
+/// -> [B, S, mine, D] in the order of the sequence, without padding; `None` if `mine` is 0.
+///
+/// # Errors
+///
+/// [`Error::Group`] if the collective fails, or ranks disagree on who gets what.
+pub fn gather_tokens(
+    parts: Vec<Option<Tensor<4>>>,
+    mine: usize,
+    shape: &HeadShape,
+    group: &ProcessGroup,
+    layout: &SequenceLayout,
+) -> Result<Option<Tensor<4>>> {
+    let expected: Vec<_> = (0..group.size())
+        .map(|rank| (mine > 0).then(|| vec![shape.batch, layout.local_len(rank), mine, shape.dim]))
+        .collect();
+    let received = group.all_to_all_uneven(parts, &expected)?;
+    if mine == 0 {
+        return Ok(None);
+    }
+    let received: Vec<_> = received.into_iter().flatten().collect();
+    Ok(Some(layout.assemble(&received, 1)))
+}
+
+/// The way back: this rank's tokens of every rank's heads, `counts[r]` of them from rank r.
+///
+/// # Shapes
+///
+/// `y`: [B, S, n, D], `None` if this rank holds no head -> [B, L, counts[r], D] from each rank that holds some, zero at padding.
+///
+/// # Errors
+///
+/// [`Error::Group`] if the collective fails, or ranks disagree on who holds what.
+pub fn return_tokens(
+    y: Option<Tensor<4>>,
+    counts: &[usize],
+    shape: &HeadShape,
+    group: &ProcessGroup,
+    layout: &SequenceLayout,
+) -> Result<Vec<Option<Tensor<4>>>> {
+    let parts = (0..group.size()).map(|rank| y.as_ref().map(|y| layout.cut(y, 1, rank))).collect();
+    drop(y);
+    let local = layout.local_len(group.rank());
+    let expected: Vec<_> = counts
+        .iter()
+        .map(|count| (*count > 0).then(|| vec![shape.batch, local, *count, shape.dim]))
+        .collect();
+    group.all_to_all_uneven(parts, &expected)
 }
 
 /// The heads (dim 2) of `x` in the given order; views where they are neighbours.

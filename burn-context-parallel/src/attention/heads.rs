@@ -163,11 +163,12 @@ pub fn attend(
     Ok((Tensor::cat(outs, 1), Tensor::cat(lses, 1)))
 }
 
-/// The gradients of [`attend`]: `delta` is [`flash::delta`]; the answers are dq, dk, dv.
+/// The gradients of [`attend`]: `delta` is [`flash::delta`]; the answers are dq, dk, dv. With `sums`, dk and dv are added to
+/// them.
 ///
 /// # Errors
 ///
-/// As [`flash::backward`].
+/// As [`flash::backward_onto`].
 #[allow(clippy::too_many_arguments)] // the operation's own inputs
 pub fn attend_backward(
     q: Tensor<4>,
@@ -177,14 +178,17 @@ pub fn attend_backward(
     lse: Tensor<3>,
     delta: Tensor<3>,
     runs: &[HeadRun],
+    sums: Option<(Tensor<4>, Tensor<4>)>,
     options: &FlashOptions,
 ) -> Result<(Tensor<4>, Tensor<4>, Tensor<4>)> {
     if uniform(runs, k.dims()[1]) {
-        return flash::backward(q, k, v, d_out, lse, delta, options);
+        return flash::backward_onto(q, k, v, d_out, lse, delta, sums, options);
     }
     let (mut dqs, mut start) = (Vec::new(), 0);
-    let mut dk = zeros(k.dims(), &k.device(), k.dtype());
-    let mut dv = zeros(v.dims(), &v.device(), v.dtype());
+    let (mut dk, mut dv) = sums.unwrap_or_else(|| {
+        let zeros = |x: &Tensor<4>| zeros(x.dims(), &x.device(), x.dtype());
+        (zeros(&k), zeros(&v))
+    });
     for run in runs {
         let (dq_run, dk_run, dv_run) = flash::backward(
             q.clone().narrow(1, start, run.queries),

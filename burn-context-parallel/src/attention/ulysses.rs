@@ -113,7 +113,7 @@ pub fn ulysses(
                 let runs = runs(&scheme.split, group.rank());
                 let d_out = d_out.swap_dims(1, 2);
                 let (dq, dk, dv) =
-                    attend_backward(q, k, v, d_out, lse, delta, &runs, &options).or_raise();
+                    attend_backward(q, k, v, d_out, lse, delta, &runs, None, &options).or_raise();
                 [dq, dk, dv].map(|grad| Some(grad.swap_dims(1, 2)))
             }
             _ => [None, None, None],

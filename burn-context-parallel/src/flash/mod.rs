@@ -216,6 +216,34 @@ pub fn backward(
     delta: Tensor<3>,
     options: &FlashOptions,
 ) -> Result<(Tensor<4>, Tensor<4>, Tensor<4>)> {
+    backward_onto(q, k, v, d_out, lse, delta, None, options)
+}
+
+/// [`backward`], with dk and dv added to `sums` of earlier calls, in place where nobody else holds them: for schedules that
+/// meet one key/value head, or block of keys, several times.
+///
+/// # Shapes
+///
+/// As [`backward`]; `sums` are dk and dv `[B, G, Sk, D]` so far.
+///
+/// # Errors
+///
+/// As [`backward`], also for `sums`.
+///
+/// # Memory
+///
+/// `backward_bytes`, less dk and dv if `sums` are given.
+#[allow(clippy::too_many_arguments)] // the operation's own inputs
+pub fn backward_onto(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    d_out: Tensor<4>,
+    lse: Tensor<3>,
+    delta: Tensor<3>,
+    sums: Option<(Tensor<4>, Tensor<4>)>,
+    options: &FlashOptions,
+) -> Result<(Tensor<4>, Tensor<4>, Tensor<4>)> {
     let operation = "flash::backward";
     for (name, tensor) in [("q", &q), ("k", &k), ("v", &v)] {
         check::check_untracked(operation, name, tensor)?;
@@ -225,15 +253,20 @@ pub fn backward(
     check::check_beside(operation, "d_out", &d_out, shape.q(), q.dtype())?;
     check::check_beside(operation, "lse", &lse, shape.rows(), rows)?;
     check::check_beside(operation, "delta", &delta, shape.rows(), rows)?;
-    let (dq, dk, dv) = Dispatch::flash_backward(
-        q.into_dispatch(),
-        k.into_dispatch(),
-        v.into_dispatch(),
-        d_out.into_dispatch(),
-        lse.into_dispatch(),
-        delta.into_dispatch(),
-        options.clone(),
-    );
+    if let Some((dk, dv)) = &sums {
+        check::check_beside(operation, "dk so far", dk, shape.kv(), q.dtype())?;
+        check::check_beside(operation, "dv so far", dv, shape.kv(), q.dtype())?;
+    }
+    let [q, k, v, d_out] = [q, k, v, d_out].map(Tensor::into_dispatch);
+    let [lse, delta] = [lse, delta].map(Tensor::into_dispatch);
+    let options = options.clone();
+    let (dq, dk, dv) = match sums {
+        None => Dispatch::flash_backward(q, k, v, d_out, lse, delta, options),
+        Some((dk, dv)) => {
+            let (dk, dv) = (dk.into_dispatch(), dv.into_dispatch());
+            Dispatch::flash_backward_onto(q, k, v, d_out, lse, delta, dk, dv, options)
+        }
+    };
     Ok((Tensor::from_dispatch(dq), Tensor::from_dispatch(dk), Tensor::from_dispatch(dv)))
 }
 

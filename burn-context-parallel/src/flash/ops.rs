@@ -46,6 +46,21 @@ pub trait FlashOps: Backend {
         delta: FloatTensor<Self>,
         options: FlashOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+
+    /// [`flash_backward`](Self::flash_backward), with dk and dv added to sums of earlier calls: in place, if nobody else holds
+    /// them. For schedules that meet one key/value head, or block of keys, several times.
+    #[allow(clippy::too_many_arguments)] // the operation's own inputs
+    fn flash_backward_onto(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        d_out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        delta: FloatTensor<Self>,
+        dk: FloatTensor<Self>,
+        dv: FloatTensor<Self>,
+        options: FlashOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 }
 
 /// The gradient of the log-sum-exp on its way from one step to the other.
@@ -163,6 +178,24 @@ impl<B: Backend + FlashOps, C: CheckpointStrategy> FlashOps for Autodiff<B, C> {
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         let [q, k, v, d_out, lse, delta] = [q, k, v, d_out, lse, delta].map(|t| t.into_primitive());
         let (dq, dk, dv) = B::flash_backward(q, k, v, d_out, lse, delta, options);
+        let wrap = <Self as AutodiffBackend>::from_inner;
+        (wrap(dq), wrap(dk), wrap(dv))
+    }
+
+    fn flash_backward_onto(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        d_out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        delta: FloatTensor<Self>,
+        dk: FloatTensor<Self>,
+        dv: FloatTensor<Self>,
+        options: FlashOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let [q, k, v, d_out, lse, delta] = [q, k, v, d_out, lse, delta].map(|t| t.into_primitive());
+        let [dk, dv] = [dk, dv].map(|t| t.into_primitive());
+        let (dq, dk, dv) = B::flash_backward_onto(q, k, v, d_out, lse, delta, dk, dv, options);
         let wrap = <Self as AutodiffBackend>::from_inner;
         (wrap(dq), wrap(dk), wrap(dv))
     }

@@ -16,15 +16,17 @@ pub const IGNORE_INDEX: i64 = -100;
 /// lies on another rank. The last token of the sequence has none: S tokens give S - 1 targets.
 ///
 /// ```
-/// use burn::tensor::Device;
+/// use burn::tensor::{Device, Int, Tensor};
 /// use burn_context_parallel::sequence::{Batch, SequenceLayout};
 ///
 /// let batch = Batch::from_rows(&[vec![5, 6, 7, 8, 9]])?;
 /// let layout = SequenceLayout::contiguous(5, 2)?;
 /// let shard = batch.shard(&layout, 1, &Device::flex())?;
-/// assert_eq!(shard.tokens.to_data().to_vec::<i64>().unwrap(), [8, 9, 0]);
-/// assert_eq!(shard.positions.to_data().to_vec::<i64>().unwrap(), [3, 4, 5]);
-/// assert_eq!(shard.targets.to_data().to_vec::<i64>().unwrap(), [9, -100, -100]);
+/// // A device's integers may be 32 bits wide.
+/// let ids = |x: Tensor<2, Int>| x.into_data().iter::<i64>().collect::<Vec<_>>();
+/// assert_eq!(ids(shard.tokens), [8, 9, 0]);
+/// assert_eq!(ids(shard.positions), [3, 4, 5]);
+/// assert_eq!(ids(shard.targets), [9, -100, -100]);
 /// # Ok::<(), burn_context_parallel::Error>(())
 /// ```
 ///

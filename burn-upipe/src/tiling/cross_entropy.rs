@@ -152,7 +152,7 @@ fn summed(logits: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<1> {
 
 /// The mean over ranks as a value, with this rank's part as its gradient.
 fn mean(sum: Tensor<1>, valid: usize, group: Option<&ProcessGroup>) -> Result<TokenLoss> {
-    let mut total = (f64::from(sum.clone().inner().into_scalar::<f32>()), valid);
+    let mut total = (scalar(&sum), valid);
     if let Some(group) = group.filter(|group| group.size() > 1) {
         let data = TensorData::from([total.0, total.1 as f64]);
         let data: Vec<f64> = group.all_reduce(data, ReduceOp::Sum)?.iter::<f64>().collect();
@@ -164,16 +164,22 @@ fn mean(sum: Tensor<1>, valid: usize, group: Option<&ProcessGroup>) -> Result<To
         return Ok(TokenLoss { mean: sum * 0.0, valid: 0 });
     }
     let own = sum / count as f64;
-    let others = total / count as f64 - f64::from(own.clone().inner().into_scalar::<f32>());
+    let others = total / count as f64 - scalar(&own);
     Ok(TokenLoss { mean: own + others, valid: count })
 }
 
+/// The value of a tensor of one element, whatever its type.
+fn scalar(x: &Tensor<1>) -> f64 {
+    x.clone().inner().into_data().iter::<f64>().next().unwrap_or(0.0)
+}
+
 /// Bytes at the peak of [`tiled_cross_entropy`]'s backward pass above its inputs, outputs and weights, for a tile of n tokens:
-/// logits, their f32 form, the softmax and its gradient, and one tile of x and dx.
+/// logits and their gradient in f32 (and in their own type, where that is a half), the softmax, and one tile of x and dx.
 ///
 /// ```text
-/// B n (V (2 size + 4 * 4) + 3 E size)
+/// B n (V (3 * 4 + 2 size if half) + 3 E size)
 /// ```
 pub fn cross_entropy_bytes(batch: usize, tile: usize, vocabulary: usize, width: usize, size: usize) -> usize {
-    batch * tile * (vocabulary * (2 * size + 16) + 3 * width * size)
+    let halves = if size < 4 { 2 * size } else { 0 };
+    batch * tile * (vocabulary * (3 * size.max(4) + halves) + 3 * width * size)
 }

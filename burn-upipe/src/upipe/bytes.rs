@@ -1,7 +1,54 @@
-//! What U-Pipe holds, as formulas.
-/// x
-pub fn forward_bytes() {}
-/// x
-pub fn backward_bytes() {}
-/// x
-pub fn saved_bytes() {}
+//! What U-Pipe holds on one rank, as formulas beside the code that allocates it.
+//!
+//! Bytes above the block's input, weights, output, its gradient and all gradients of inputs. With n = the query heads of a rank and a
+//! stage, and g = the key/value heads that they read, one head over the whole sequence takes
+//!
+//! ```text
+//! h = B S D size,   and of this rank's tokens, for all ranks, P (B L D size) = h
+//! ```
+
+use super::Schedule;
+
+/// The most heads that any rank has at once: (query heads of a stage, key/value heads held, those that arrive together).
+fn widest(schedule: &Schedule) -> (usize, usize, usize) {
+    let ranks = || schedule.stages().iter().flat_map(|stage| &stage.ranks);
+    let most = |count: &dyn Fn(&super::RankStage) -> usize| ranks().map(count).max().unwrap_or(0);
+    (most(&|rank| rank.queries.len()), most(&|rank| rank.held.len()), most(&|rank| rank.arriving.len()))
+}
+
+/// Bytes that [`upipe`](super::upipe()) keeps between forward and backward beside its input and output: the log-sum-exp.
+///
+/// ```text
+/// 4 B S h,  h = the rank's query heads, H / P
+/// ```
+pub fn saved_bytes(schedule: &Schedule, batch: usize, seq: usize) -> usize {
+    4 * batch * seq * schedule.split().queries(0).len()
+}
+
+/// Bytes at the peak of the forward pass.
+///
+/// ```text
+/// max(q gathered, k and v projected and gathered; q, k, v, out of a stage) = (n + max(4 a, 2 g + n)) h,  a = arriving heads
+/// ```
+pub fn forward_bytes(schedule: &Schedule, batch: usize, seq: usize, dim: usize, size: usize) -> usize {
+    let (queries, held, arriving) = widest(schedule);
+    let head = batch * seq * dim * size;
+    (queries + (4 * arriving).max(2 * held + queries)) * head + saved_bytes(schedule, batch, seq)
+}
+
+/// Bytes at the peak of the backward pass.
+///
+/// ```text
+/// q, d_out, dq of a stage; k, v held; dk, dv summed = (3 n + 4 g) h
+/// ```
+///
+/// In half types q, k, v and d_out exist once more in f32, in which gradients are summed.
+pub fn backward_bytes(schedule: &Schedule, batch: usize, seq: usize, dim: usize, size: usize) -> usize {
+    let (queries, held, _) = widest(schedule);
+    let head = batch * seq * dim;
+    let exact = size.max(4);
+    let gathered = (2 * queries + 2 * held) * head * size;
+    let copies = if size < 4 { (2 * queries + 2 * held) * head * exact } else { 0 };
+    let results = (queries + 2 * held) * head * exact;
+    gathered + copies + results + saved_bytes(schedule, batch, seq)
+}

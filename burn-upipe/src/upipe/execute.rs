@@ -1,7 +1,9 @@
 //! The operation that executes a schedule: forward, and backward with everything but x, the output and its lse made again.
 
 use burn::tensor::{DType, Tensor};
-use burn_context_parallel::attention::{HeadExchange, HeadRun, HeadShape, SequenceContext, attend, attend_backward};
+use burn_context_parallel::attention::{
+    HeadRun, HeadShape, SequenceContext, attend, attend_backward, gather_tokens, return_tokens,
+};
 use burn_context_parallel::buffer::zeros;
 use burn_context_parallel::flash::{self, FlashOptions};
 use burn_context_parallel::group::ProcessGroup;
@@ -9,6 +11,7 @@ use burn_context_parallel::sequence::SequenceLayout;
 use burn_context_parallel::vjp::{InputGradients, Inputs, custom_vjp};
 use burn_context_parallel::{Error, OrRaise, Result};
 
+use super::held::{Held, Sums};
 use super::source::{select, write};
 use super::{Schedule, Stage, StageSource};
 
@@ -44,11 +47,11 @@ pub fn upipe<S: StageSource>(
     upipe_cross(source, inputs, schedule, options, context.group(), context.layout(), context.layout())
 }
 
-/// [`upipe`] with queries that lie differently from keys and values.
+/// [`upipe()`] with queries that lie differently from keys and values.
 ///
 /// # Errors
 ///
-/// As [`upipe`].
+/// As [`upipe()`].
 pub fn upipe_cross<S: StageSource>(
     source: S,
     inputs: Inputs,
@@ -87,24 +90,16 @@ struct Run {
     kv_layout: SequenceLayout,
 }
 
-/// Key/value heads that arrived together, over the whole sequence: [B, S, heads, D] each.
-struct Bundle {
-    heads: Vec<usize>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-}
+/// For each rank, its heads' part of this rank's tokens [B, L, n, D]; `None` where a rank has no head.
+type Parts = Vec<Option<Tensor<4>>>;
 
 impl Run {
     fn forward<S: StageSource>(&self, source: &S) -> Result<(Tensor<4>, Vec<Option<Tensor<3>>>)> {
-        let mut held: Vec<Bundle> = Vec::new();
+        let mut held = Held::default();
         let mut out: Option<Tensor<4>> = None;
         let mut lses = Vec::with_capacity(self.schedule.stages().len());
         for stage in self.schedule.stages() {
-            let q = source.queries(&stage.queries());
-            let [batch, local, _, dim] = q.dims();
-            let like = HeadShape::of(&q);
-            let exchange = self.query_exchange(stage)?;
-            let q = exchange.to_heads(q, &self.group, &self.q_layout)?;
+            let (q, shape) = self.gather_queries(stage, source)?;
             self.arrive(stage, source, &mut held)?;
             let (part, lse) = match q {
                 Some(q) => {
@@ -115,15 +110,18 @@ impl Run {
                 None => (None, None),
             };
             lses.push(lse);
-            self.leave(stage, &mut held);
-            let part = exchange.to_sequence(part, &like, &self.group, &self.q_layout)?;
-            let heads = self.schedule.split().heads();
-            let total = out.take().unwrap_or_else(|| {
-                zeros([batch, local, heads, dim], &part.device(), part.dtype())
-            });
-            out = Some(write(total, &stage.queries(), &part));
+            held.release(&stage.ranks[self.group.rank()]);
+            let returned = self.return_queries(stage, part, &shape)?;
+            for (rank, part) in stage.ranks.iter().zip(returned) {
+                let Some(part) = part else { continue };
+                let total = out.take().unwrap_or_else(|| {
+                    let [batch, local, _, dim] = part.dims();
+                    zeros([batch, local, self.schedule.split().heads(), dim], &part.device(), part.dtype())
+                });
+                out = Some(write(total, &rank.queries, &part));
+            }
         }
-        Ok((out.expect("a schedule has at least one stage"), lses))
+        Ok((out.expect("a schedule has at least one head"), lses))
     }
 
     fn backward<S: StageSource>(
@@ -133,113 +131,112 @@ impl Run {
         lses: Vec<Option<Tensor<3>>>,
         d_out: Tensor<4>,
     ) -> Result<InputGradients> {
-        let mut held: Vec<Bundle> = Vec::new();
-        // Gradients of held key/value heads, [B, S, 1, D] in f32 (or f64), until their last query head is through.
-        let mut sums: Vec<(usize, Tensor<4>, Tensor<4>)> = Vec::new();
-        let mut d_out = Some(d_out);
-        let last = self.schedule.stages().len() - 1;
-        for (index, (stage, lse)) in self.schedule.stages().iter().zip(lses).enumerate() {
-            let heads = stage.queries();
-            let exchange = self.query_exchange(stage)?;
-            let d_part = select(d_out.as_ref().expect("kept until the last stage"), &heads);
-            // Row sums of d_out * out before the exchange: D times less to send than `out`.
-            let delta = flash::delta(d_part.clone().swap_dims(1, 2), select(&out, &heads).swap_dims(1, 2));
-            let delta = delta.swap_dims(1, 2).unsqueeze_dim::<4>(3);
-            let like = HeadShape::of(&d_part);
-            if index == last {
-                d_out = None;
-            }
-            let delta = exchange.to_heads(delta, &self.group, &self.q_layout)?;
-            let d_part = exchange.to_heads(d_part, &self.group, &self.q_layout)?;
-            let q = exchange.to_heads(source.queries(&heads), &self.group, &self.q_layout)?;
+        let mut held = Held::default();
+        let mut sums = Sums::default();
+        let rank = self.group.rank();
+        for (stage, lse) in self.schedule.stages().iter().zip(lses) {
+            let (q, shape) = self.gather_queries(stage, &source)?;
             self.arrive(stage, &source, &mut held)?;
+            let delta = self.gather_delta(stage, &d_out, &out)?;
+            let d_part = self.gather(stage, self.parts(stage, |heads| select(&d_out, heads)), &shape)?;
             let mut dq = None;
             if let (Some(q), Some(d_part), Some(delta), Some(lse)) = (q, d_part, delta, lse) {
                 let (k, v, runs) = self.keys_values(stage, &held);
                 let exact = accumulator(q.dtype());
+                let heads = self.needed(stage);
                 let (stage_dq, dk, dv) = attend_backward(
                     q.swap_dims(1, 2).cast(exact),
                     k.cast(exact),
                     v.cast(exact),
                     d_part.swap_dims(1, 2).cast(exact),
                     lse,
-                    delta.squeeze_dim::<3>(3).swap_dims(1, 2),
+                    delta,
                     &runs,
+                    sums.take(&heads),
                     &self.options,
                 )?;
-                dq = Some(stage_dq.swap_dims(1, 2).cast(like.dtype()));
-                self.sum(stage, &mut sums, dk, dv);
+                sums.add(&heads, dk, dv);
+                dq = Some(stage_dq.swap_dims(1, 2).cast(shape.dtype()));
             }
-            let dq = exchange.to_sequence(dq, &like, &self.group, &self.q_layout)?;
-            source.add_queries(&heads, dq);
-            self.leave(stage, &mut held);
-            self.return_gradients(stage, &mut sums, &like, &mut source)?;
+            for (part, dq) in stage.ranks.iter().zip(self.return_queries(stage, dq, &shape)?) {
+                if let Some(dq) = dq {
+                    source.add_queries(&part.queries, dq);
+                }
+            }
+            held.release(&stage.ranks[rank]);
+            self.return_gradients(stage, &mut sums, &shape, &mut source)?;
         }
         Ok(source.into_gradients())
     }
 
-    /// The stage's query heads, as projected rank by rank, go to their ranks.
-    fn query_exchange(&self, stage: &Stage) -> Result<HeadExchange> {
-        let mut start = 0;
-        let to: Vec<Vec<usize>> = stage
-            .ranks
-            .iter()
-            .map(|rank| {
-                start += rank.queries.len();
-                (start - rank.queries.len()..start).collect()
-            })
-            .collect();
-        HeadExchange::new(start, to)
+    /// What each rank gets of this rank's tokens: a part per rank, made one by one. A rank's heads are neighbours, so that parts of
+    /// weights and of whole tensors are views.
+    fn parts(&self, stage: &Stage, make: impl Fn(&[usize]) -> Tensor<4>) -> Parts {
+        stage.ranks.iter().map(|rank| (!rank.queries.is_empty()).then(|| make(&rank.queries))).collect()
     }
 
-    /// Where each rank finds `lists`' heads among `heads`.
-    fn kv_exchange<'a>(heads: &[usize], lists: impl Iterator<Item = &'a Vec<usize>>) -> Result<HeadExchange> {
-        let index = |head: &usize| heads.binary_search(head).expect("made from these lists");
-        HeadExchange::new(heads.len(), lists.map(|list| list.iter().map(index).collect()).collect())
+    fn gather(&self, stage: &Stage, parts: Parts, shape: &HeadShape) -> Result<Option<Tensor<4>>> {
+        let mine = stage.ranks[self.group.rank()].queries.len();
+        gather_tokens(parts, mine, shape, &self.group, &self.q_layout)
     }
 
-    fn arrive<S: StageSource>(&self, stage: &Stage, source: &S, held: &mut Vec<Bundle>) -> Result<()> {
-        let heads = stage.arriving();
-        if heads.is_empty() {
+    fn gather_queries<S: StageSource>(&self, stage: &Stage, source: &S) -> Result<(Option<Tensor<4>>, HeadShape)> {
+        let parts = self.parts(stage, |heads| source.queries(heads));
+        let shape = HeadShape::of(parts.iter().flatten().next().expect("a stage has at least one head"));
+        Ok((self.gather(stage, parts, &shape)?, shape))
+    }
+
+    /// Row sums of d_out * out [B, n, S] of this rank's heads: D times less to send than `out`.
+    fn gather_delta(&self, stage: &Stage, d_out: &Tensor<4>, out: &Tensor<4>) -> Result<Option<Tensor<3>>> {
+        let parts = self.parts(stage, |heads| {
+            let one = |x: &Tensor<4>| select(x, heads).swap_dims(1, 2);
+            flash::delta(one(d_out), one(out)).swap_dims(1, 2).unsqueeze_dim::<4>(3)
+        });
+        let shape = HeadShape::of(parts.iter().flatten().next().expect("a stage has at least one head"));
+        let delta = self.gather(stage, parts, &shape)?;
+        Ok(delta.map(|delta| delta.squeeze_dim::<3>(3).swap_dims(1, 2)))
+    }
+
+    fn return_queries(&self, stage: &Stage, mine: Option<Tensor<4>>, shape: &HeadShape) -> Result<Parts> {
+        let counts: Vec<usize> = stage.ranks.iter().map(|rank| rank.queries.len()).collect();
+        return_tokens(mine, &counts, shape, &self.group, &self.q_layout)
+    }
+
+    /// Brings the key/value heads that arrive; ranks that get the same ones get the same projection.
+    fn arrive<S: StageSource>(&self, stage: &Stage, source: &S, held: &mut Held) -> Result<()> {
+        if stage.ranks.iter().all(|rank| rank.arriving.is_empty()) {
             return Ok(());
         }
-        let exchange = Self::kv_exchange(&heads, stage.ranks.iter().map(|rank| &rank.arriving))?;
-        let (k, v) = source.keys_values(&heads);
-        let k = exchange.to_heads(k, &self.group, &self.kv_layout)?;
-        let v = exchange.to_heads(v, &self.group, &self.kv_layout)?;
+        let (mut keys, mut values): (Parts, Parts) = (Vec::new(), Vec::new());
+        for (index, rank) in stage.ranks.iter().enumerate() {
+            let same = stage.ranks[..index].iter().position(|earlier| earlier.arriving == rank.arriving);
+            let (k, v) = match same {
+                _ if rank.arriving.is_empty() => (None, None),
+                Some(same) => (keys[same].clone(), values[same].clone()),
+                None => {
+                    let (k, v) = source.keys_values(&rank.arriving);
+                    (Some(k), Some(v))
+                }
+            };
+            keys.push(k);
+            values.push(v);
+        }
+        let shape = HeadShape::of(keys.iter().flatten().next().expect("some rank gets a head"));
+        let mine = &stage.ranks[self.group.rank()].arriving;
+        let k = gather_tokens(keys, mine.len(), &shape, &self.group, &self.kv_layout)?;
+        let v = gather_tokens(values, mine.len(), &shape, &self.group, &self.kv_layout)?;
         if let (Some(k), Some(v)) = (k, v) {
-            let heads = stage.ranks[self.group.rank()].arriving.clone();
-            held.push(Bundle { heads, k, v });
+            held.insert(mine, k, v);
         }
         Ok(())
     }
 
-    /// Frees what arrived together once all of it is through.
-    fn leave(&self, stage: &Stage, held: &mut Vec<Bundle>) {
-        let mine = &stage.ranks[self.group.rank()];
-        let stays = |head: &usize| mine.held.contains(head) && !mine.leaving.contains(head);
-        held.retain(|bundle| bundle.heads.iter().any(stays));
-    }
-
     /// The key/value heads that this rank's queries of the stage read, [B, G, S, D], and how they read them.
-    fn keys_values(
-        &self,
-        stage: &Stage,
-        held: &[Bundle],
-    ) -> (Tensor<4>, Tensor<4>, Vec<HeadRun>) {
+    fn keys_values(&self, stage: &Stage, held: &Held) -> (Tensor<4>, Tensor<4>, Vec<HeadRun>) {
         let needed = self.needed(stage);
-        let (mut k, mut v) = (Vec::new(), Vec::new());
-        for bundle in held {
-            let wanted: Vec<usize> = (0..bundle.heads.len())
-                .filter(|index| needed.contains(&bundle.heads[*index]))
-                .collect();
-            if !wanted.is_empty() {
-                k.push(select(&bundle.k, &wanted));
-                v.push(select(&bundle.v, &wanted));
-            }
-        }
-        let queries = &stage.ranks[self.group.rank()].queries;
-        (join(k).swap_dims(1, 2), join(v).swap_dims(1, 2), self.schedule.split().runs(queries, &needed))
+        let (k, v) = held.select(&needed);
+        let runs = self.schedule.split().runs(&stage.ranks[self.group.rank()].queries, &needed);
+        (k.swap_dims(1, 2), v.swap_dims(1, 2), runs)
     }
 
     /// The key/value heads of this rank's queries, in increasing order.
@@ -250,51 +247,46 @@ impl Run {
         needed
     }
 
-    fn sum(&self, stage: &Stage, sums: &mut Vec<(usize, Tensor<4>, Tensor<4>)>, dk: Tensor<4>, dv: Tensor<4>) {
-        for (index, head) in self.needed(stage).into_iter().enumerate() {
-            let one = |grad: &Tensor<4>| grad.clone().narrow(1, index, 1).swap_dims(1, 2);
-            let (dk, dv) = (one(&dk), one(&dv));
-            match sums.iter().position(|(known, ..)| *known == head) {
-                Some(at) => {
-                    let (_, k, v) = sums.swap_remove(at);
-                    sums.push((head, k + dk, v + dv));
-                }
-                None => sums.push((head, dk, dv)),
-            }
-        }
-    }
-
-    /// Sends the gradients of leaving heads back to where their tokens are.
+    /// Sends the gradients of leaving heads back to where their tokens are. What several ranks send for the same heads is
+    /// summed there, in rank order.
     fn return_gradients<S: StageSource>(
         &self,
         stage: &Stage,
-        sums: &mut Vec<(usize, Tensor<4>, Tensor<4>)>,
-        like: &HeadShape,
+        sums: &mut Sums,
+        shape: &HeadShape,
         source: &mut S,
     ) -> Result<()> {
-        let heads = stage.leaving();
-        if heads.is_empty() {
+        if stage.ranks.iter().all(|rank| rank.leaving.is_empty()) {
             return Ok(());
         }
-        let exchange = Self::kv_exchange(&heads, stage.ranks.iter().map(|rank| &rank.leaving))?;
-        let (mut dk, mut dv) = (Vec::new(), Vec::new());
-        for head in &stage.ranks[self.group.rank()].leaving {
-            let at = sums.iter().position(|(known, ..)| known == head).expect("summed before it leaves");
-            let (_, k, v) = sums.swap_remove(at);
-            dk.push(k.cast(like.dtype()));
-            dv.push(v.cast(like.dtype()));
+        let counts: Vec<usize> = stage.ranks.iter().map(|rank| rank.leaving.len()).collect();
+        let mine = &stage.ranks[self.group.rank()].leaving;
+        let (dk, dv) = sums.take(mine).map(|(dk, dv)| (outgoing(dk, shape), outgoing(dv, shape))).unzip();
+        let dk = return_tokens(dk, &counts, shape, &self.group, &self.kv_layout)?;
+        let dv = return_tokens(dv, &counts, shape, &self.group, &self.kv_layout)?;
+        let exact = accumulator(shape.dtype());
+        let mut totals: Vec<(&Vec<usize>, Tensor<4>, Tensor<4>)> = Vec::new();
+        for (rank, pair) in stage.ranks.iter().zip(dk.into_iter().zip(dv)) {
+            let (Some(dk), Some(dv)) = pair else { continue };
+            let (dk, dv) = (dk.cast(exact), dv.cast(exact));
+            match totals.iter().position(|(heads, ..)| **heads == rank.leaving) {
+                Some(at) => {
+                    let (heads, k, v) = totals.swap_remove(at);
+                    totals.push((heads, k + dk, v + dv));
+                }
+                None => totals.push((&rank.leaving, dk, dv)),
+            }
         }
-        let join = |parts: Vec<Tensor<4>>| (!parts.is_empty()).then(|| join(parts));
-        let dk = exchange.to_sequence(join(dk), like, &self.group, &self.kv_layout)?;
-        let dv = exchange.to_sequence(join(dv), like, &self.group, &self.kv_layout)?;
-        source.add_keys_values(&heads, dk, dv);
+        for (heads, dk, dv) in totals {
+            source.add_keys_values(heads, dk.cast(shape.dtype()), dv.cast(shape.dtype()));
+        }
         Ok(())
     }
 }
 
-/// One tensor of all heads; `cat` would copy a single one.
-fn join(mut parts: Vec<Tensor<4>>) -> Tensor<4> {
-    if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) }
+/// A gradient [B, heads, S, D] in the order and type of the exchange.
+fn outgoing(grad: Tensor<4>, shape: &HeadShape) -> Tensor<4> {
+    grad.swap_dims(1, 2).cast(shape.dtype())
 }
 
 /// The type in which gradients are summed.

@@ -24,6 +24,7 @@
 mod bytes;
 mod execute;
 mod given;
+mod held;
 mod module;
 mod projection;
 mod schedule;

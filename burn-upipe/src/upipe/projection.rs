@@ -9,9 +9,6 @@ use super::StageSource;
 use super::execute::accumulator;
 use super::source::runs;
 
-/// From this many tokens per unit of width on, the columns of a stage's heads are copied together.
-const COPY_RATIO: usize = 8;
-
 /// Query, key and value projections as Burn's `Linear` holds them: [E, heads * D], and biases [heads * D].
 #[derive(Clone, Debug)]
 pub struct ProjectionWeights {
@@ -88,33 +85,13 @@ impl Projection {
         (Self { x, rows, dim, weights, rotary, wanted, gradients: Gradients::default() }, inputs)
     }
 
-    /// The heads in blocks that are multiplied at once, with each block's first index in `heads`.
-    ///
-    /// Heads that are not neighbours need a copy of their columns, [E, n D]. Where tokens are many that is nothing beside the
-    /// projected [B L, n D], and one wide product is faster than several narrow ones; where they are few it would be the larger
-    /// of the two, and each run of neighbours is multiplied on its own, from a view.
-    fn blocks<'a>(&self, heads: &'a [usize]) -> Vec<(usize, &'a [usize])> {
-        let [rows, width] = self.x.dims();
-        if rows >= COPY_RATIO * width {
-            return vec![(0, heads)];
-        }
-        runs(heads).into_iter().map(|(_, len, index)| (index, &heads[index..index + len])).collect()
-    }
-
     fn project(&self, weight: &Tensor<2>, bias: Option<&Tensor<1>>, heads: &[usize]) -> Tensor<4> {
-        let local = self.x.dims()[0] / self.rows;
-        let mut parts: Vec<Tensor<4>> = self
-            .blocks(heads)
-            .into_iter()
-            .map(|(_, heads)| {
-                let mut y = self.x.clone().matmul(columns(weight, heads, self.dim));
-                if let Some(bias) = bias {
-                    y = y + columns(&bias.clone().unsqueeze_dim(0), heads, self.dim);
-                }
-                y.reshape([self.rows, local, heads.len(), self.dim])
-            })
-            .collect();
-        if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) }
+        let mut y = self.x.clone().matmul(columns(weight, heads, self.dim));
+        if let Some(bias) = bias {
+            y = y + columns(&bias.clone().unsqueeze_dim(0), heads, self.dim);
+        }
+        let local = y.dims()[0] / self.rows;
+        y.reshape([self.rows, local, heads.len(), self.dim])
     }
 
     fn rotate(&self, x: Tensor<4>) -> Tensor<4> {
@@ -134,13 +111,6 @@ impl Projection {
     /// Adds what one projection's gradient `dy` [B, L, heads, D] gives to x, its weight and its bias.
     fn pull(&mut self, which: Which, heads: &[usize], dy: Tensor<4>) {
         let dy = dy.reshape([self.x.dims()[0], heads.len() * self.dim]);
-        for (index, heads) in self.blocks(heads) {
-            let dy = dy.clone().narrow(1, index * self.dim, heads.len() * self.dim);
-            self.pull_block(which, heads, dy);
-        }
-    }
-
-    fn pull_block(&mut self, which: Which, heads: &[usize], dy: Tensor<2>) {
         let (weight, _) = self.parts(which);
         let slice = columns(weight, heads, self.dim);
         let weight_dims = weight.dims();

@@ -77,7 +77,7 @@ struct QueryTask<'a, E> {
     dq: &'a mut [E],
 }
 
-/// Fills dq `[B, H, Sq, D]`, which starts as zeros. No dimension is 0.
+/// Adds to dq `[B, H, Sq, D]`. No dimension is 0.
 pub(super) fn queries<E: Stored>(inputs: Inputs<'_, E>, dq: &mut [E]) {
     let &FlashShape { q_heads, q_len, head_dim: d, .. } = inputs.shape;
     let mut tasks = Vec::with_capacity(dq.len() / (q_len * d) * q_len.div_ceil(Q_TILE));
@@ -175,12 +175,12 @@ fn score_gradient<R: Real, S: Simd>(
     (p, R::mul(s, p, R::sub(s, dp, delta)))
 }
 
-/// Scaled sums into a result.
+/// Scaled sums, added to a result.
 #[inline(always)]
 fn write<E: Stored>(sums: &mut [E::Real], padded: usize, scale: E::Real, d: usize, to: &mut [E]) {
     for (to, row) in to.chunks_exact_mut(d).zip(sums.chunks_exact_mut(padded)) {
         row.iter_mut().for_each(|x| *x = x.times(scale));
-        E::narrow_row(&row[..d], to);
+        E::add_row(&row[..d], to);
     }
 }
 
@@ -192,7 +192,7 @@ struct KeyTask<'a, E> {
     dv: &'a mut [E],
 }
 
-/// Fills dk and dv `[B, G, Sk, D]`, which start as zeros. No dimension is 0.
+/// Adds to dk and dv `[B, G, Sk, D]`. No dimension is 0.
 pub(super) fn keys<E: Stored>(inputs: Inputs<'_, E>, dk: &mut [E], dv: &mut [E]) {
     let &FlashShape { kv_heads, k_len, head_dim: d, .. } = inputs.shape;
     let mut tasks = Vec::with_capacity(dk.len() / (k_len * d) * k_len.div_ceil(K_TILE));

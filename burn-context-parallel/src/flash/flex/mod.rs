@@ -56,10 +56,38 @@ impl FlashOps for Flex {
         beside(operation, "delta", &delta, &shape.rows(), rows).or_raise();
         let (inputs, rows) = ([&q, &k, &v, &d_out], [lse, delta]);
         match dtype {
-            DType::F64 => backward_of::<f64>(&shape, inputs, rows, &options),
-            DType::F16 => backward_of::<f16>(&shape, inputs, rows, &options),
-            DType::BF16 => backward_of::<bf16>(&shape, inputs, rows, &options),
-            _ => backward_of::<f32>(&shape, inputs, rows, &options),
+            DType::F64 => backward_of::<f64>(&shape, inputs, rows, None, &options),
+            DType::F16 => backward_of::<f16>(&shape, inputs, rows, None, &options),
+            DType::BF16 => backward_of::<bf16>(&shape, inputs, rows, None, &options),
+            _ => backward_of::<f32>(&shape, inputs, rows, None, &options),
+        }
+    }
+
+    fn flash_backward_onto(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        d_out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        delta: FloatTensor<Self>,
+        dk: FloatTensor<Self>,
+        dv: FloatTensor<Self>,
+        options: FlashOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let operation = "FlashOps::flash_backward_onto";
+        let (shape, dtype) = check(operation, [&q, &k, &v], &options).or_raise();
+        beside(operation, "d_out", &d_out, &shape.q(), dtype).or_raise();
+        let rows = row_dtype(operation, dtype).or_raise();
+        beside(operation, "lse", &lse, &shape.rows(), rows).or_raise();
+        beside(operation, "delta", &delta, &shape.rows(), rows).or_raise();
+        beside(operation, "dk", &dk, &shape.kv(), dtype).or_raise();
+        beside(operation, "dv", &dv, &shape.kv(), dtype).or_raise();
+        let (inputs, rows, onto) = ([&q, &k, &v, &d_out], [lse, delta], Some([dk, dv]));
+        match dtype {
+            DType::F64 => backward_of::<f64>(&shape, inputs, rows, onto, &options),
+            DType::F16 => backward_of::<f16>(&shape, inputs, rows, onto, &options),
+            DType::BF16 => backward_of::<bf16>(&shape, inputs, rows, onto, &options),
+            _ => backward_of::<f32>(&shape, inputs, rows, onto, &options),
         }
     }
 }
@@ -79,6 +107,7 @@ fn backward_of<E: Stored>(
     shape: &FlashShape,
     inputs: [&FlexTensor; 4],
     rows: [FlexTensor; 2],
+    onto: Option<[FlexTensor; 2]>,
     options: &FlashOptions,
 ) -> (FlexTensor, FlexTensor, FlexTensor) {
     // Row statistics are D times smaller than the rest: copied if they aren't contiguous.
@@ -90,13 +119,23 @@ fn backward_of<E: Stored>(
     let inputs =
         backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options };
     let mut dq = zeros::<E>(&shape.q());
-    let mut dk = zeros::<E>(&shape.kv());
-    let mut dv = zeros::<E>(&shape.kv());
-    if !dq.is_empty() && !dk.is_empty() {
+    let [mut dk, mut dv] = match onto {
+        // Written in place where nobody else holds them: `storage_mut` copies what is shared.
+        Some(sums) => sums.map(own),
+        None => [0; 2].map(|_| tensor(zeros::<E>(&shape.kv()), &shape.kv())),
+    };
+    if !dq.is_empty() && elements(&shape.kv()) > 0 {
         backward::queries(inputs, &mut dq);
-        backward::keys(inputs, &mut dk, &mut dv);
+        backward::keys(inputs, dk.storage_mut::<E>(), dv.storage_mut::<E>());
     }
-    (tensor(dq, &shape.q()), tensor(dk, &shape.kv()), tensor(dv, &shape.kv()))
+    (tensor(dq, &shape.q()), dk, dv)
+}
+
+/// The tensor as the whole of its storage, which a kernel can write as a slice.
+fn own(tensor: FlexTensor) -> FlexTensor {
+    let whole = elements(tensor.layout().shape().as_slice()) * tensor.dtype().size();
+    let dense = tensor.is_contiguous() && tensor.layout().start_offset() == 0;
+    if dense && tensor.bytes().len() == whole { tensor } else { tensor.to_contiguous() }
 }
 
 fn zeros<E: Stored>(shape: &[usize]) -> Vec<E> {

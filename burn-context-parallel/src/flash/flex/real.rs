@@ -198,6 +198,13 @@ pub(super) trait Stored: Pod + Element + Send + Sync {
             *to = Self::narrow(*from);
         }
     }
+
+    /// Adds to what is there; to zeros, exactly [`narrow_row`](Self::narrow_row).
+    fn add_row(from: &[Self::Real], to: &mut [Self]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = Self::narrow(to.widen().plus(*from));
+        }
+    }
 }
 
 macro_rules! stored_itself {
