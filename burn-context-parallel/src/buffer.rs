@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor};
 
-/// Zeros [dims], allocated once.
+/// Zeros of shape `dims`, allocated once.
 ///
 /// `Tensor::zeros` on Flex fills one allocation and copies it into a better aligned one: twice the bytes, for a moment, just where
 /// a large buffer begins. Filling with a value allocates aligned from the start.

@@ -63,3 +63,8 @@ pub fn assert_close<const D: usize>(case: impl Display, actual: &Tensor<D>, expe
 pub fn assert_same_bits<const D: usize>(case: impl Display, actual: &Tensor<D>, expected: &Tensor<D>) {
     assert_eq!(actual.to_data().as_bytes(), expected.to_data().as_bytes(), "{case}: bits differ");
 }
+
+/// The README's programs, run as documentation tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;

@@ -40,6 +40,8 @@ pub struct Piece {
     pub len: usize,
 }
 
+// A shard is a list of ranges; here it has one.
+#[allow(clippy::single_range_in_vec_init)]
 impl SequenceLayout {
     /// `len` tokens in order on `ranks` ranks, each `ceil(len / ranks)` long; what is missing at the end is padding.
     ///

@@ -27,7 +27,7 @@ impl RotaryFrequencies {
     /// [`Error::Invalid`] if `head_dim` is odd or zero, or `theta` is not a positive number.
     pub fn new(head_dim: usize, theta: f64) -> Result<Self> {
         const NAME: &str = "RotaryFrequencies::new";
-        if head_dim == 0 || head_dim % 2 != 0 {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
             return Err(Error::invalid(NAME, format!("head_dim {head_dim}"), "rotary pairs need an even head_dim"));
         }
         if !(theta.is_finite() && theta > 0.0) {

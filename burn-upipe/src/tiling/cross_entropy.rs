@@ -17,7 +17,7 @@ const NAME: &str = "tiled_cross_entropy";
 /// The loss of one step over all ranks.
 #[derive(Clone, Debug)]
 pub struct TokenLoss {
-    /// The mean over all valid targets of all ranks [1], the same on every rank. Its gradient on this rank is that of this
+    /// The mean over all valid targets of all ranks, of shape `[1]`, the same on every rank. Its gradient on this rank is that of this
     /// rank's targets: gradients summed over ranks are those of the whole.
     pub mean: Tensor<1>,
     /// Valid targets of all ranks.

@@ -1,8 +1,10 @@
-//! Measures: U-Pipe against Ulysses on the same ranks, flash attention against attention that keeps every score.
+//! Measures: U-Pipe against Ulysses on the same ranks, flash attention against attention that keeps every score, and what each
+//! technique saves of a whole training step.
 //!
 //! ```text
 //! cargo run --release -p bench -- upipe [--seq-len N] [--ranks N] [--heads-per-stage U ..]
 //! cargo run --release -p bench -- flash [--seq-len N ..]
+//! cargo run --release -p bench -- memory [--seq-len N ..] [--svg FILE]
 //! ```
 //!
 //! Results are compared before anything is timed. Sides take turns, so that what else the machine does meets all of them alike;
@@ -10,6 +12,8 @@
 
 mod flash;
 mod measure;
+mod memory;
+mod picture;
 mod upipe;
 
 use std::io::{self, Write};
@@ -36,6 +40,8 @@ enum What {
     Upipe(upipe::Args),
     /// Flash attention against the O(S^2) path and against Burn's own attention, on one device.
     Flash(flash::Args),
+    /// The memory of one training step, with one technique after the other.
+    Memory(memory::Args),
 }
 
 /// Ends with status 2, for a request that makes no sense.
@@ -47,6 +53,7 @@ fn main() -> ExitCode {
     let result = match Args::parse().what {
         What::Upipe(args) => upipe::run(&args),
         What::Flash(args) => flash::run(&args),
+        What::Memory(args) => memory::run(&args),
     };
     let written = match result {
         Ok(report) => writeln!(io::stdout(), "{report}"),
