@@ -82,7 +82,7 @@ impl HeadExchange {
         layout: &SequenceLayout,
     ) -> Result<Option<Tensor<4>>> {
         let shape = HeadShape::of(&x);
-        let parts = self.to.iter().map(|heads| select(&x, heads)).collect();
+        let parts = self.to.iter().map(|heads| (!heads.is_empty()).then(|| select_heads(&x, heads))).collect();
         drop(x);
         gather_tokens(parts, self.to[group.rank()].len(), &shape, group, layout)
     }
@@ -193,17 +193,25 @@ pub fn return_tokens(
     group.all_to_all_uneven(parts, &expected)
 }
 
-/// The heads (dim 2) of `x` in the given order; views where they are neighbours.
-fn select(x: &Tensor<4>, heads: &[usize]) -> Option<Tensor<4>> {
-    let (first, rest) = heads.split_first()?;
-    let mut runs = vec![(*first, 1)];
-    for head in rest {
-        match runs.last_mut() {
-            Some((start, len)) if *start + *len == *head => *len += 1,
-            _ => runs.push((*head, 1)),
+/// Neighbouring heads as one range: (first, how many, index in `heads`).
+pub fn head_ranges(heads: &[usize]) -> Vec<(usize, usize, usize)> {
+    let mut ranges: Vec<(usize, usize, usize)> = Vec::new();
+    for (index, head) in heads.iter().enumerate() {
+        match ranges.last_mut() {
+            Some((start, len, _)) if *start + *len == *head => *len += 1,
+            _ => ranges.push((*head, 1, index)),
         }
     }
+    ranges
+}
+
+/// These heads of `x` [B, L, heads, D] in the given order; a view where they are neighbours.
+///
+/// # Panics
+///
+/// If `heads` is empty, or a head is not there.
+pub fn select_heads(x: &Tensor<4>, heads: &[usize]) -> Tensor<4> {
     let mut parts: Vec<_> =
-        runs.into_iter().map(|(start, len)| x.clone().narrow(2, start, len)).collect();
-    Some(if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) })
+        head_ranges(heads).into_iter().map(|(start, len, _)| x.clone().narrow(2, start, len)).collect();
+    if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) }
 }

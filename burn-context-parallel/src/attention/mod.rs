@@ -15,7 +15,7 @@ mod ulysses;
 
 pub use context_parallel::{ContextParallel, ContextParallelDevice};
 pub use drop_in::{attention, try_attention};
-pub use exchange::{HeadExchange, HeadShape, gather_tokens, return_tokens};
+pub use exchange::{HeadExchange, HeadShape, gather_tokens, head_ranges, return_tokens, select_heads};
 pub use heads::{HeadRun, HeadSplit, attend, attend_backward};
 pub use scope::{SequenceContext, current, scope};
 pub use ulysses::{ulysses, ulysses_bytes};

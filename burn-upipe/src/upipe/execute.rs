@@ -3,6 +3,7 @@
 use burn::tensor::{DType, Tensor};
 use burn_context_parallel::attention::{
     HeadRun, HeadShape, SequenceContext, attend, attend_backward, gather_tokens, return_tokens,
+    select_heads,
 };
 use burn_context_parallel::buffer::zeros;
 use burn_context_parallel::flash::{self, FlashOptions};
@@ -12,7 +13,7 @@ use burn_context_parallel::vjp::{InputGradients, Inputs, custom_vjp};
 use burn_context_parallel::{Error, OrRaise, Result};
 
 use super::held::{Held, Sums};
-use super::source::{select, write};
+use super::source::write;
 use super::{Schedule, Stage, StageSource};
 
 /// Exact attention, one stage of the schedule after the other; tracked.
@@ -138,7 +139,7 @@ impl Run {
             let (q, shape) = self.gather_queries(stage, &source)?;
             self.arrive(stage, &source, &mut held)?;
             let delta = self.gather_delta(stage, &d_out, &out)?;
-            let d_part = self.gather(stage, self.parts(stage, |heads| select(&d_out, heads)), &shape)?;
+            let d_part = self.gather(stage, self.parts(stage, |heads| select_heads(&d_out, heads)), &shape)?;
             let mut dq = None;
             if let (Some(q), Some(d_part), Some(delta), Some(lse)) = (q, d_part, delta, lse) {
                 let (k, v, runs) = self.keys_values(stage, &held);
@@ -189,7 +190,7 @@ impl Run {
     /// Row sums of d_out * out [B, n, S] of this rank's heads: D times less to send than `out`.
     fn gather_delta(&self, stage: &Stage, d_out: &Tensor<4>, out: &Tensor<4>) -> Result<Option<Tensor<3>>> {
         let parts = self.parts(stage, |heads| {
-            let one = |x: &Tensor<4>| select(x, heads).swap_dims(1, 2);
+            let one = |x: &Tensor<4>| select_heads(x, heads).swap_dims(1, 2);
             flash::delta(one(d_out), one(out)).swap_dims(1, 2).unsqueeze_dim::<4>(3)
         });
         let shape = HeadShape::of(parts.iter().flatten().next().expect("a stage has at least one head"));

@@ -1,11 +1,12 @@
 //! Stages that take slices of given q, k, v in place of projections.
 
 use burn::tensor::Tensor;
+use burn_context_parallel::attention::select_heads;
 use burn_context_parallel::buffer::zeros;
 use burn_context_parallel::vjp::{InputGradients, Inputs};
 
 use super::StageSource;
-use super::source::{add, select, write};
+use super::source::{add, write};
 
 /// Whole q, k and v [B, L, heads, D] of this rank's tokens; a stage takes slices of them.
 ///
@@ -29,11 +30,11 @@ impl Given {
 
 impl StageSource for Given {
     fn queries(&self, heads: &[usize]) -> Tensor<4> {
-        select(&self.q, heads)
+        select_heads(&self.q, heads)
     }
 
     fn keys_values(&self, heads: &[usize]) -> (Tensor<4>, Tensor<4>) {
-        (select(&self.k, heads), select(&self.v, heads))
+        (select_heads(&self.k, heads), select_heads(&self.v, heads))
     }
 
     fn add_queries(&mut self, heads: &[usize], dq: Tensor<4>) {

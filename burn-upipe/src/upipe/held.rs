@@ -1,9 +1,9 @@
 //! Key/value heads between their arrival and their departure, and the gradients that gather for them.
 
 use burn::tensor::Tensor;
+use burn_context_parallel::attention::select_heads;
 
 use super::RankStage;
-use super::source::select;
 
 /// Key/value heads over the whole sequence, [B, S, heads, D], in bundles as they arrived.
 #[derive(Default)]
@@ -35,8 +35,8 @@ impl Held {
             let wanted: Vec<usize> =
                 (0..bundle.heads.len()).filter(|index| needed.contains(&bundle.heads[*index])).collect();
             if !wanted.is_empty() {
-                k.push(select(&bundle.k, &wanted));
-                v.push(select(&bundle.v, &wanted));
+                k.push(select_heads(&bundle.k, &wanted));
+                v.push(select_heads(&bundle.v, &wanted));
             }
         }
         (join(k, 2), join(v, 2))

@@ -1,13 +1,13 @@
 //! Stages that project their heads from the block's input.
 
 use burn::tensor::Tensor;
+use burn_context_parallel::attention::head_ranges;
 use burn_context_parallel::buffer::zeros;
 use burn_context_parallel::sequence::{RotaryTable, apply_rotary, apply_rotary_adjoint};
 use burn_context_parallel::vjp::{InputGradients, Inputs};
 
 use super::StageSource;
 use super::execute::accumulator;
-use super::source::runs;
 
 /// Query, key and value projections as Burn's `Linear` holds them: [E, heads * D], and biases [heads * D].
 #[derive(Clone, Debug)]
@@ -194,7 +194,7 @@ impl StageSource for Projection {
 
 /// The columns of these heads; a view where they are neighbours.
 fn columns(weight: &Tensor<2>, heads: &[usize], dim: usize) -> Tensor<2> {
-    let mut parts: Vec<_> = runs(heads)
+    let mut parts: Vec<_> = head_ranges(heads)
         .into_iter()
         .map(|(start, len, _)| weight.clone().narrow(1, start * dim, len * dim))
         .collect();
@@ -204,7 +204,7 @@ fn columns(weight: &Tensor<2>, heads: &[usize], dim: usize) -> Tensor<2> {
 /// Adds `part` to the columns of these heads; in place where `total` is not shared.
 fn add_columns(total: Tensor<2>, heads: &[usize], dim: usize, part: Tensor<2>) -> Tensor<2> {
     let rows = total.dims()[0];
-    runs(heads).into_iter().fold(total, |total, (start, len, index)| {
+    head_ranges(heads).into_iter().fold(total, |total, (start, len, index)| {
         let range = [0..rows, start * dim..(start + len) * dim];
         let part = part.clone().narrow(1, index * dim, len * dim).cast(total.dtype());
         let sum = total.clone().slice(range.clone()) + part;
