@@ -7,18 +7,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::Device;
 use burn_context_parallel::attention::ContextParallelDevice;
 use burn_context_parallel::collective::sum_gradients;
 use burn_context_parallel::group::{
-    Call, Cause, Counters, GroupError, LaunchConfig, Parcel, ProcessGroup, Transport, launch_each,
+    Call, Cause, Counters, GroupError, LaunchConfig, LaunchError, Parcel, ProcessGroup, Transport, launch_each,
 };
 use burn_context_parallel::sequence::Batch;
 use burn_context_parallel::{Error, Result};
 use burn_upipe::upipe::AttentionScheme;
-use llama::{Llama, LlamaConfig, ParallelConfig};
+use llama::{Llama, LlamaConfig, ParallelConfig, clip_grad_norm};
 use rstest::rstest;
 
 /// Longer than any step here by far: a test that meets it has found a hang.
@@ -83,18 +82,22 @@ fn step(group: &ProcessGroup, attention: AttentionScheme, batch: &Batch) -> Resu
     let parallel = ParallelConfig { attention, mlp_tile: Some(3), norm_tile: Some(2), loss_tile: Some(2), checkpoint: true };
     let model = Llama::init(&config, &parallel, &device).expect("a valid model");
     let shard = cp.shard(batch)?;
-    let loss = cp.scope(&shard, || model.loss(&shard, group)).map_err(|error| match error {
-        llama::LlamaError::Core(error) => error,
-        other => panic!("{other}"),
-    })?;
+    let loss = cp.scope(&shard, || model.loss(&shard, group)).map_err(core)?;
     let grads = GradientsParams::from_grads(loss.mean.backward(), &model);
-    sum_gradients(grads, &model, group)?;
-    assert!(model.num_params() > 0);
+    let grads = sum_gradients(grads, &model, group)?;
+    clip_grad_norm(grads, &model, 1.0, group).map_err(core)?;
     Ok(())
 }
 
+fn core(error: llama::LlamaError) -> Error {
+    match error {
+        llama::LlamaError::Core(error) => error,
+        other => panic!("{other}"),
+    }
+}
+
 /// Every rank's outcome when `culprit` fails in its exchange number `fault_at`; and how many exchanges it made.
-fn run(ranks: usize, attention: AttentionScheme, culprit: usize, fault_at: usize, fault: Fault) -> (Vec<std::result::Result<(), String>>, usize) {
+fn run(ranks: usize, attention: AttentionScheme, culprit: usize, fault_at: usize, fault: Fault) -> (Vec<std::result::Result<(), LaunchError>>, usize) {
     let count = Arc::new(AtomicUsize::new(0));
     let counted = count.clone();
     let batch = Batch::from_rows(&[(0..13).collect()]).unwrap();
@@ -110,7 +113,6 @@ fn run(ranks: usize, attention: AttentionScheme, culprit: usize, fault_at: usize
     })
     .expect("launched");
     assert!(started.elapsed() < TIMEOUT, "released by the timeout only");
-    let outcomes = outcomes.into_iter().map(|outcome| outcome.map_err(|error| error.to_string())).collect();
     (outcomes, count.load(SeqCst))
 }
 
@@ -127,10 +129,16 @@ fn a_rank_that_fails_in_any_exchange_releases_all_others(
         let culprit = fault_at % ranks;
         let (outcomes, _) = run(ranks, attention, culprit, fault_at, fault);
         for (rank, outcome) in outcomes.iter().enumerate() {
-            let message = outcome.as_ref().expect_err("no rank can finish the step");
-            assert!(message.contains("injected fault"), "exchange {fault_at}, rank {rank}: {message}");
-            if rank != culprit {
-                assert!(message.contains(&format!("rank {culprit}")), "exchange {fault_at}, rank {rank}: {message}");
+            let error = outcome.as_ref().expect_err("no rank can finish the step");
+            assert!(error.to_string().contains("injected fault"), "exchange {fault_at}, rank {rank}: {error}");
+            if rank == culprit {
+                continue;
+            }
+            let met = error.group_error().unwrap_or_else(|| panic!("exchange {fault_at}, rank {rank}: {error}"));
+            assert_eq!(met.rank, culprit, "exchange {fault_at}, rank {rank}");
+            match fault {
+                Fault::Panic => assert!(matches!(&met.cause, Cause::Panicked(message) if message == "injected fault")),
+                Fault::Error => assert!(matches!(&met.cause, Cause::Failed(_)), "{:?}", met.cause),
             }
         }
     }

@@ -1,6 +1,11 @@
-//! Buffers that results are written into.
+//! Buffers that results are written into, and the type in which they are summed.
 
 use burn::tensor::{DType, Device, Tensor};
+
+/// The type in which partial results of `dtype` are summed: f64 stays, everything else is summed in f32.
+pub fn accumulator(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
 
 /// Zeros of shape `dims`, allocated once.
 ///

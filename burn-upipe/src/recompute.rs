@@ -9,10 +9,12 @@
 //! One tile is block-level checkpointing. The sequence context of the forward pass is entered again in the backward pass,
 //! which may run after its scope has ended.
 
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{Dispatch, TensorMetadata};
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Gradients, Tensor};
 use burn_context_parallel::attention::{current, scope};
-use burn_context_parallel::buffer::zeros;
+use burn_context_parallel::buffer::{accumulator, zeros};
 use burn_context_parallel::vjp::{AnyTensor, InputGradients, Inputs, custom_vjp, pullback};
 use burn_context_parallel::{Error, raise};
 
@@ -26,7 +28,7 @@ pub(crate) enum Join {
 }
 
 /// How many elements of a result are compared with the recomputed one.
-const SAMPLES: usize = 32;
+const SAMPLES: usize = 128;
 
 /// `f` over tiles of `x` along `dim`, with lengths `tiles`; see the module's documentation.
 ///
@@ -55,6 +57,7 @@ where
         return joined.finish();
     }
     let context = current();
+    let dtypes: Vec<DType> = leaves.iter().map(|leaf| leaf.tensor.dtype()).collect();
     let inputs = Inputs::new().input(&x).leaves(leaves.into_iter().map(|leaf| leaf.tensor));
     let (x, module) = (x.inner(), module.valid());
     let mut witness = None;
@@ -89,7 +92,7 @@ where
                 total.add_input(x.grad_remove(&mut gradients), x.dims(), dim, start, whole);
                 total.add_parameters(&module, &mut gradients);
             }
-            total.into_gradients()
+            total.into_gradients(&dtypes)
         })
     })
 }
@@ -206,8 +209,12 @@ impl Total {
                     self.total.push(None);
                 }
                 if let Some(grad) = param.base().grad_remove(self.gradients) {
+                    // Over tiles in f32; over one tile as it is.
                     let sum = match self.total[slot].take() {
-                        Some(total) => Tensor::<D>::from_dispatch(total) + grad,
+                        Some(total) => {
+                            let exact = accumulator(grad.dtype());
+                            Tensor::<D>::from_dispatch(total).cast(exact) + grad.cast(exact)
+                        }
                         None => grad,
                     };
                     self.total[slot] = Some(sum.into_dispatch());
@@ -217,8 +224,12 @@ impl Total {
         module.visit(&mut Add { total: &mut self.parameters, gradients, seen: Vec::new() });
     }
 
-    fn into_gradients(self) -> InputGradients {
-        std::iter::once(self.input).chain(self.parameters).collect()
+    /// The gradients in the types of what they belong to.
+    fn into_gradients(self, dtypes: &[DType]) -> InputGradients {
+        let parameters = self.parameters.into_iter().zip(dtypes).map(|(grad, dtype)| {
+            grad.map(|grad| if grad.dtype() == *dtype { grad } else { Dispatch::float_cast(grad, (*dtype).into()) })
+        });
+        std::iter::once(self.input).chain(parameters).collect()
     }
 }
 
@@ -290,7 +301,7 @@ impl Witness {
 
     /// Rounding may differ (a backend can choose other kernels under autodiff); another random mask is of another size.
     fn check<const E: usize>(&self, name: &'static str, y: &Tensor<E>) {
-        let tolerance = if matches!(y.dtype(), DType::F32 | DType::F64) { 1e-3 } else { 5e-2 };
+        let tolerance = if matches!(y.dtype(), DType::F32 | DType::F64) { 1e-3 } else { 1e-2 };
         let again = Self::of(&y.clone().inner());
         let largest = self.samples.iter().chain(&again.samples).fold(0f32, |max, value| max.max(value.abs()));
         let differs = |(a, b): (&f32, &f32)| {

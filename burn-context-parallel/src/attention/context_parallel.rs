@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use super::scope::{self, SequenceContext};
 use crate::group::ProcessGroup;
 use crate::sequence::{Batch, SequenceLayout, Shard};
-use crate::{OrRaise, Result};
+use crate::{Error, OrRaise, Result};
 
 /// A device, and the group that shares a sequence with it.
 ///
@@ -86,7 +86,8 @@ impl ContextParallel {
     ///
     /// # Errors
     ///
-    /// [`Error::Group`](crate::Error::Group) if the collective fails; an autodiff tensor is refused.
+    /// [`Error::Invalid`] if the part does not fit the layout, or ranks' parts each other; [`Error::Group`] if the collective fails;
+    /// an autodiff tensor is refused.
     ///
     /// # Communication
     ///
@@ -100,7 +101,23 @@ impl ContextParallel {
     where
         Tensor<D, K>: crate::group::Payload,
     {
+        let (rank, dims) = (self.group.rank(), part.dims());
+        if layout.ranks() != self.group.size() || dim >= D || dims[dim] != layout.local_len(rank) {
+            return Err(Error::invalid(
+                "ContextParallel::unshard",
+                format!("a part of shape {dims:?} at dim {dim} on rank {rank} of {}; the layout is {layout}", self.group.size()),
+                "pass the rank's own part, the dim of its tokens, and the layout that it was cut with",
+            ));
+        }
         let parts = self.group.all_gather_uneven(part)?;
+        let others = |part: &Tensor<D, K>| (0..D).all(|d| d == dim || part.dims()[d] == dims[d]);
+        if let Some(other) = parts.iter().position(|part| !others(part)) {
+            return Err(Error::invalid(
+                "ContextParallel::unshard",
+                format!("rank {other} gave shape {:?}, this rank {dims:?}", parts[other].dims()),
+                "all dims but that of the tokens must be equal on all ranks",
+            ));
+        }
         Ok(layout.assemble(&parts, dim))
     }
 }

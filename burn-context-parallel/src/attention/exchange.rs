@@ -2,6 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor};
 
+use crate::buffer::accumulator;
 use crate::group::ProcessGroup;
 use crate::sequence::SequenceLayout;
 use crate::{Error, Result};
@@ -114,7 +115,7 @@ impl HeadExchange {
             let mut parts: Vec<_> = received.into_iter().flatten().collect();
             return Ok(if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 2) });
         }
-        let exact = if like.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let exact = accumulator(like.dtype);
         let mut sums: Vec<Option<Tensor<4>>> = vec![None; self.heads];
         for (heads, part) in self.to.iter().zip(received) {
             let Some(part) = part else { continue };

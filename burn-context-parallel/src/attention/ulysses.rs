@@ -52,7 +52,8 @@ impl Scheme {
 ///
 /// # Communication
 ///
-/// Per rank `(P - 1)/P` of q, k, v and out in forward; of d_out, dq, dk, dv and 4 bytes a row in backward.
+/// Per rank `(P - 1)/P` of q, k, v and out in forward; of d_out, dq, dk, dv and 4 bytes a row and head in backward. With G < P
+/// a key/value head goes to several ranks, and counts as often.
 ///
 /// # References
 ///

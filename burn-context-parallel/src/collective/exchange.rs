@@ -130,7 +130,16 @@ pub fn all_gather<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup
 }
 
 fn gather<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Result<(Tensor<D>, Vec<usize>)> {
+    let own = x.dims();
     let parts = group.all_gather_uneven(x)?;
+    let others = |dims: [usize; D]| (0..D).all(|d| d == dim || dims[d] == own[d]);
+    if let Some(rank) = parts.iter().position(|part| !others(part.dims())) {
+        return Err(Error::invalid(
+            "all_gather",
+            format!("rank {rank} gave shape {:?}, this rank {own:?}, to be joined along dim {dim}", parts[rank].dims()),
+            "all dims but the joined one must be equal on all ranks",
+        ));
+    }
     let sizes = parts.iter().map(|part| part.dims()[dim]).collect();
     Ok((Tensor::cat(parts, dim), sizes))
 }
@@ -171,10 +180,20 @@ fn scatter<const D: usize>(x: Tensor<D>, dim: usize, sizes: &[usize], group: &Pr
         .iter()
         .map(|size| {
             start += size;
-            x.clone().narrow(dim, start - size, *size)
+            cut(&x, dim, start - size, *size)
         })
         .collect();
     group.reduce_scatter(parts, ReduceOp::Sum)
+}
+
+/// `narrow`, which refuses a length of zero.
+fn cut<const D: usize>(x: &Tensor<D>, dim: usize, start: usize, len: usize) -> Tensor<D> {
+    if len > 0 {
+        return x.clone().narrow(dim, start, len);
+    }
+    let mut dims = x.dims();
+    dims[dim] = 0;
+    Tensor::zeros(dims, (&x.device(), x.dtype()))
 }
 
 /// Passes `x` round the ring: to rank + `by`, and gives what rank - `by` sent. Adjoint: the shift back.

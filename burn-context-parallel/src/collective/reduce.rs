@@ -18,8 +18,8 @@ use crate::{Error, OrRaise, Result};
 ///
 /// # Communication
 ///
-/// Each rank sends `x` to P - 1 ranks (in-process transport). Sums are in f32 for half types, in rank order, so that every
-/// rank has the same bits.
+/// Up to 32 KiB each rank sends `x` to P - 1 ranks; above, 2 (P - 1)/P of `x`. Sums are in f32 for half types, in rank order, so
+/// that every rank has the same bits.
 pub fn all_reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Result<Tensor<D>> {
     let inputs = Inputs::new().input(&x);
     let y = group.all_reduce(x.inner(), ReduceOp::Sum)?;

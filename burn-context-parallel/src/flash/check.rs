@@ -72,7 +72,6 @@ impl FlashShape {
         [self.batch, self.q_heads, self.q_len]
     }
 
-    #[cfg(feature = "flex")]
     pub(crate) fn kv(&self) -> [usize; 4] {
         [self.batch, self.kv_heads, self.k_len, self.head_dim]
     }

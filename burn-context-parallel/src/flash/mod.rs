@@ -286,7 +286,7 @@ pub fn backward_onto(
 /// One f32 tensor of the size of `out` on the way (two beside f16 and bf16).
 pub fn delta(d_out: Tensor<4>, out: Tensor<4>) -> Tensor<3> {
     assert_eq!(d_out.dims(), out.dims(), "flash::delta: d_out and out must have the same shape");
-    let dtype = if out.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let dtype = crate::buffer::accumulator(out.dtype());
     let [b, h, s, d] = out.dims();
     if b * h * s * d == 0 {
         return Tensor::zeros([b, h, s], (&out.device(), dtype));

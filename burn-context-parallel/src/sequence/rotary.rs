@@ -5,7 +5,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use crate::vjp::{Inputs, custom_vjp};
 use crate::{Error, Result};
 
-/// The angular frequency of each pair of dimensions, and a factor on cosine and sine (1 but for YaRN).
+/// The angular frequency of each pair of dimensions.
 ///
 /// ```text
 /// inv_freq[i] = theta^(-2i / D),  i in 0..D/2

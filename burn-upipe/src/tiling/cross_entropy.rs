@@ -7,7 +7,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_context_parallel::attention::current;
 use burn_context_parallel::group::{ProcessGroup, ReduceOp};
 use burn_context_parallel::sequence::IGNORE_INDEX;
-use burn_context_parallel::{Error, Result};
+use burn_context_parallel::vjp::{Inputs, custom_vjp};
+use burn_context_parallel::{Error, Result, catch, raise};
 
 use super::tiles;
 use crate::recompute::{Join, recompute};
@@ -80,7 +81,7 @@ impl TiledLinearCrossEntropy {
 ///
 /// # Errors
 ///
-/// [`Error::Invalid`] if the shapes differ; [`Error::Group`] if the collective fails.
+/// [`Error::Invalid`] if the shapes differ or a target is not in the vocabulary; [`Error::Group`] if the collective fails.
 ///
 /// # Memory
 ///
@@ -111,6 +112,14 @@ where
     }
     let targets = targets.inner();
     let host: Vec<i64> = targets.to_data().iter::<i64>().collect();
+    if let Some(target) = host.iter().find(|target| **target < 0 && **target != IGNORE_INDEX) {
+        return Err(Error::invalid(
+            NAME,
+            format!("target {target}"),
+            format!("use ids from 0, or IGNORE_INDEX ({IGNORE_INDEX}) where there is no target"),
+        ));
+    }
+    let largest = host.iter().copied().max().unwrap_or(0);
     let valid = host.iter().filter(|target| **target != IGNORE_INDEX).count();
 
     // Untiled is one tile that the tape keeps in full.
@@ -119,13 +128,18 @@ where
     let lengths = cut.clone();
     let f = move |module: &M, x: Tensor<3>, i: usize| {
         let targets = targets.clone().narrow(1, starts[i], lengths[i]);
-        summed(project(module, x), targets)
+        let logits = project(module, x);
+        let vocabulary = logits.dims()[2];
+        if largest >= vocabulary as i64 {
+            raise(Error::invalid(
+                NAME,
+                format!("target {largest} for logits of {vocabulary} tokens"),
+                "use ids below the width of the output layer",
+            ));
+        }
+        summed(logits, targets)
     };
-    let sum = if tile.is_some() {
-        recompute(NAME, module, x, 1, cut, Join::Sum, f)
-    } else {
-        f(module, x, 0)
-    };
+    let sum = catch(|| if tile.is_some() { recompute(NAME, module, x, 1, cut, Join::Sum, f) } else { f(module, x, 0) })?;
 
     let scope = current();
     let group = group.or(scope.as_ref().map(|context| context.group()));
@@ -150,7 +164,7 @@ fn summed(logits: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<1> {
     losses.mask_fill(ignored, 0.0).sum()
 }
 
-/// The mean over ranks as a value, with this rank's part as its gradient.
+/// The mean over ranks as a value, the same bits on every rank, with this rank's part as its gradient.
 fn mean(sum: Tensor<1>, valid: usize, group: Option<&ProcessGroup>) -> Result<TokenLoss> {
     let mut total = (scalar(&sum), valid);
     if let Some(group) = group.filter(|group| group.size() > 1) {
@@ -159,13 +173,12 @@ fn mean(sum: Tensor<1>, valid: usize, group: Option<&ProcessGroup>) -> Result<To
         total = (data[0], data[1] as usize);
     }
     let (total, count) = total;
-    if count == 0 {
-        // Zero with a path to every parameter, so that gradients exist and are zero.
-        return Ok(TokenLoss { mean: sum * 0.0, valid: 0 });
-    }
-    let own = sum / count as f64;
-    let others = total / count as f64 - scalar(&own);
-    Ok(TokenLoss { mean: own + others, valid: count })
+    // Without targets: zero, with a path to every parameter, so that gradients exist and are zero.
+    let (value, factor) = if count == 0 { (0.0, 0.0) } else { (total / count as f64, 1.0 / count as f64) };
+    let inputs = Inputs::new().input(&sum);
+    let value = Tensor::full([1], value, (&sum.device().inner(), sum.dtype()));
+    let mean = custom_vjp(inputs, value, move |dy: Tensor<1>| vec![Some((dy * factor).into_dispatch())]);
+    Ok(TokenLoss { mean, valid: count })
 }
 
 /// The value of a tensor of one element, whatever its type.

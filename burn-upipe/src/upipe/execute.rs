@@ -1,11 +1,11 @@
 //! The operation that executes a schedule: forward, and backward with everything but x, the output and its lse made again.
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 use burn_context_parallel::attention::{
     HeadRun, HeadShape, SequenceContext, attend, attend_backward, gather_tokens, return_tokens,
     select_heads,
 };
-use burn_context_parallel::buffer::zeros;
+use burn_context_parallel::buffer::{accumulator, zeros};
 use burn_context_parallel::flash::{self, FlashOptions};
 use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::SequenceLayout;
@@ -36,8 +36,9 @@ use super::{Schedule, Stage, StageSource};
 ///
 /// # Communication
 ///
-/// Per rank, `(P - 1)/P` of: q, k, v and out in forward; q, k, v, d_out, dq, dk, dv and 4 bytes a row in backward. A key/value head
-/// goes once per direction to each rank that needs it.
+/// Per rank, `(P - 1)/P` of: q, k, v and out in forward; q, k, v, d_out, dq, dk, dv (the last two in f32) and 4 bytes a row and
+/// head in backward. A key/value head goes once per direction to each rank that needs it: with G < P to several, so that k, v, dk and
+/// dv count as often.
 pub fn upipe<S: StageSource>(
     source: S,
     inputs: Inputs,
@@ -70,6 +71,18 @@ pub fn upipe_cross<S: StageSource>(
                 "make both for the group's size",
             ));
         }
+    }
+    let split = schedule.split();
+    if source.heads() != (split.heads(), split.kv_heads()) {
+        return Err(Error::invalid(
+            "upipe",
+            format!(
+                "a source of {:?} query and key/value heads, a schedule of {:?}",
+                source.heads(),
+                (split.heads(), split.kv_heads())
+            ),
+            "make the schedule for the source's heads",
+        ));
     }
     let run = Run {
         schedule: schedule.clone(),
@@ -262,14 +275,15 @@ impl Run {
         }
         let counts: Vec<usize> = stage.ranks.iter().map(|rank| rank.leaving.len()).collect();
         let mine = &stage.ranks[self.group.rank()].leaving;
-        let (dk, dv) = sums.take(mine).map(|(dk, dv)| (outgoing(dk, shape), outgoing(dv, shape))).unzip();
+        // Sent as they are summed, in f32: rounded to a half type only when all ranks' shares are in.
+        let exact = accumulator(shape.dtype());
+        let outgoing = |grad: Tensor<4>| grad.swap_dims(1, 2).cast(exact);
+        let (dk, dv) = sums.take(mine).map(|(dk, dv)| (outgoing(dk), outgoing(dv))).unzip();
         let dk = return_tokens(dk, &counts, shape, &self.group, &self.kv_layout)?;
         let dv = return_tokens(dv, &counts, shape, &self.group, &self.kv_layout)?;
-        let exact = accumulator(shape.dtype());
         let mut totals: Vec<(&Vec<usize>, Tensor<4>, Tensor<4>)> = Vec::new();
         for (rank, pair) in stage.ranks.iter().zip(dk.into_iter().zip(dv)) {
             let (Some(dk), Some(dv)) = pair else { continue };
-            let (dk, dv) = (dk.cast(exact), dv.cast(exact));
             match totals.iter().position(|(heads, ..)| **heads == rank.leaving) {
                 Some(at) => {
                     let (heads, k, v) = totals.swap_remove(at);
@@ -285,12 +299,3 @@ impl Run {
     }
 }
 
-/// A gradient [B, heads, S, D] in the order and type of the exchange.
-fn outgoing(grad: Tensor<4>, shape: &HeadShape) -> Tensor<4> {
-    grad.swap_dims(1, 2).cast(shape.dtype())
-}
-
-/// The type in which gradients are summed.
-pub(super) fn accumulator(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
-}

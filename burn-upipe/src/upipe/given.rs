@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 use burn_context_parallel::attention::select_heads;
-use burn_context_parallel::buffer::zeros;
+use burn_context_parallel::buffer::{accumulator, zeros};
 use burn_context_parallel::vjp::{InputGradients, Inputs};
 
 use super::StageSource;
@@ -29,6 +29,10 @@ impl Given {
 }
 
 impl StageSource for Given {
+    fn heads(&self) -> (usize, usize) {
+        (self.q.dims()[2], self.k.dims()[2])
+    }
+
     fn queries(&self, heads: &[usize]) -> Tensor<4> {
         select_heads(&self.q, heads)
     }
@@ -44,15 +48,17 @@ impl StageSource for Given {
 
     fn add_keys_values(&mut self, heads: &[usize], dk: Tensor<4>, dv: Tensor<4>) {
         let (k, v) = self.dkv.take().unwrap_or_else(|| {
-            let zeros = || zeros(self.k.dims(), &self.k.device(), self.k.dtype());
+            // A head's gradient may come from several ranks: summed in f32.
+            let zeros = || zeros(self.k.dims(), &self.k.device(), accumulator(self.k.dtype()));
             (zeros(), zeros())
         });
-        let dtype = self.k.dtype();
+        let dtype = accumulator(self.k.dtype());
         self.dkv = Some((add(k, heads, &dk.cast(dtype)), add(v, heads, &dv.cast(dtype))));
     }
 
     fn into_gradients(self) -> InputGradients {
-        let (dk, dv) = self.dkv.unzip();
+        let dtype = self.k.dtype();
+        let (dk, dv) = self.dkv.map(|(dk, dv)| (dk.cast(dtype), dv.cast(dtype))).unzip();
         [self.dq, dk, dv].map(|grad| grad.map(Tensor::into_dispatch)).into()
     }
 }

@@ -209,8 +209,16 @@ impl UPipeAttention {
     ///
     /// Under U-Pipe as [`upipe`](super::upipe()); under Ulysses and on one device q, k, v and out are whole.
     pub fn forward_in(&self, x: Tensor<3>, context: &SequenceContext) -> Result<Tensor<3>> {
-        let [batch, local, _] = x.dims();
+        let [batch, local, width] = x.dims();
         context.expect(NAME, batch, local)?;
+        let expected = self.q_proj.weight.base().dims()[0];
+        if width != expected {
+            return Err(Error::invalid(
+                NAME,
+                format!("an input of shape {:?} for weights of width {expected}", x.dims()),
+                format!("pass [B, L, {expected}]"),
+            ));
+        }
         let Settings { heads, head_dim, .. } = self.settings;
         let out = match self.settings.scheme {
             AttentionScheme::Single if context.group().size() > 1 => {
@@ -257,15 +265,11 @@ impl UPipeAttention {
         let schedule = self.schedule(context.group().size())?;
         let table = rotary.as_ref().map(|frequencies| context.rotary(frequencies, x.dtype(), &x.device()));
         let bias = |linear: &Linear| linear.bias.as_ref().map(|bias| bias.val());
-        let bias = match (bias(&self.q_proj), bias(&self.k_proj), bias(&self.v_proj)) {
-            (Some(q), Some(k), Some(v)) => Some((q, k, v)),
-            _ => None,
-        };
         let weights = ProjectionWeights {
             q: self.q_proj.weight.val(),
             k: self.k_proj.weight.val(),
             v: self.v_proj.weight.val(),
-            bias,
+            biases: [bias(&self.q_proj), bias(&self.k_proj), bias(&self.v_proj)],
         };
         let (source, inputs) = Projection::new(x, weights, *head_dim, table);
         upipe(source, inputs, &schedule, options, context)

@@ -2,12 +2,11 @@
 
 use burn::tensor::Tensor;
 use burn_context_parallel::attention::head_ranges;
-use burn_context_parallel::buffer::zeros;
+use burn_context_parallel::buffer::{accumulator, zeros};
 use burn_context_parallel::sequence::{RotaryTable, apply_rotary, apply_rotary_adjoint};
 use burn_context_parallel::vjp::{InputGradients, Inputs};
 
 use super::StageSource;
-use super::execute::accumulator;
 
 /// Query, key and value projections as Burn's `Linear` holds them: [E, heads * D], and biases [heads * D].
 #[derive(Clone, Debug)]
@@ -18,8 +17,8 @@ pub struct ProjectionWeights {
     pub k: Tensor<2>,
     /// [E, G * D].
     pub v: Tensor<2>,
-    /// [H * D], [G * D], [G * D].
-    pub bias: Option<(Tensor<1>, Tensor<1>, Tensor<1>)>,
+    /// Of q [H * D], k [G * D] and v [G * D], each if there is one.
+    pub biases: [Option<Tensor<1>>; 3],
 }
 
 /// The block's input `x` [B, L, E], and weights: a stage's heads are projected from it, rotated, and forgotten.
@@ -63,23 +62,20 @@ impl Projection {
         rotary: Option<RotaryTable>,
     ) -> (Self, Inputs) {
         let mut inputs = Inputs::new().input(&x).input(&weights.q).input(&weights.k).input(&weights.v);
-        if let Some((q, k, v)) = &weights.bias {
-            inputs = inputs.input(q).input(k).input(v);
+        for bias in weights.biases.iter().flatten() {
+            inputs = inputs.input(bias);
         }
         let wanted = Wanted {
             x: x.is_tracked(),
             weights: [&weights.q, &weights.k, &weights.v].map(Tensor::is_tracked),
-            biases: match &weights.bias {
-                Some((q, k, v)) => [q, k, v].map(Tensor::is_tracked),
-                None => [false; 3],
-            },
+            biases: weights.biases.each_ref().map(|bias| bias.as_ref().is_some_and(Tensor::is_tracked)),
         };
         let [rows, local, width] = x.dims();
         let weights = ProjectionWeights {
             q: weights.q.inner(),
             k: weights.k.inner(),
             v: weights.v.inner(),
-            bias: weights.bias.map(|(q, k, v)| (q.inner(), k.inner(), v.inner())),
+            biases: weights.biases.map(|bias| bias.map(Tensor::inner)),
         };
         let x = x.inner().reshape([rows * local, width]);
         (Self { x, rows, dim, weights, rotary, wanted, gradients: Gradients::default() }, inputs)
@@ -134,12 +130,12 @@ impl Projection {
     }
 
     fn parts(&self, which: Which) -> (&Tensor<2>, Option<&Tensor<1>>) {
-        let bias = self.weights.bias.as_ref();
-        match which {
-            Which::Q => (&self.weights.q, bias.map(|bias| &bias.0)),
-            Which::K => (&self.weights.k, bias.map(|bias| &bias.1)),
-            Which::V => (&self.weights.v, bias.map(|bias| &bias.2)),
-        }
+        let weight = match which {
+            Which::Q => &self.weights.q,
+            Which::K => &self.weights.k,
+            Which::V => &self.weights.v,
+        };
+        (weight, self.weights.biases[which as usize].as_ref())
     }
 }
 
@@ -151,6 +147,10 @@ enum Which {
 }
 
 impl StageSource for Projection {
+    fn heads(&self) -> (usize, usize) {
+        (self.weights.q.dims()[1] / self.dim, self.weights.k.dims()[1] / self.dim)
+    }
+
     fn queries(&self, heads: &[usize]) -> Tensor<4> {
         let (weight, bias) = self.parts(Which::Q);
         self.rotate(self.project(weight, bias, heads))
@@ -183,10 +183,10 @@ impl StageSource for Projection {
         });
         let mut gradients = vec![x];
         gradients.extend(weights.map(|grad| grad.map(|grad| grad.cast(dtype).into_dispatch())));
-        if self.weights.bias.is_some() {
-            gradients.extend(biases.map(|grad| {
-                grad.map(|grad| grad.cast(dtype).squeeze_dim::<1>(0).into_dispatch())
-            }));
+        for (bias, grad) in self.weights.biases.iter().zip(biases) {
+            if bias.is_some() {
+                gradients.push(grad.map(|grad| grad.cast(dtype).squeeze_dim::<1>(0).into_dispatch()));
+            }
         }
         gradients
     }

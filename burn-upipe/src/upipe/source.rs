@@ -6,8 +6,11 @@ use burn_context_parallel::vjp::InputGradients;
 
 /// Gives a stage its heads and takes their gradients; all tensors without autodiff, [B, L, heads, D].
 ///
-/// A source is cloned when it is saved for the backward pass: what it holds is what the operation saves.
-pub trait StageSource: Clone + Send + 'static {
+/// A source is kept for the backward pass: what it holds is what the operation saves.
+pub trait StageSource: Send + 'static {
+    /// How many query and key/value heads there are.
+    fn heads(&self) -> (usize, usize);
+
     /// These query heads of this rank's tokens.
     fn queries(&self, heads: &[usize]) -> Tensor<4>;
 

@@ -7,7 +7,7 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, RmsNorm};
 use burn::tensor::{Device, Int, Tensor};
 use burn_context_parallel::attention::{SequenceContext, scope};
 use burn_context_parallel::group::ProcessGroup;
-use burn_context_parallel::sequence::Shard;
+use burn_context_parallel::sequence::{IGNORE_INDEX, Shard};
 use burn_context_parallel::{Error, OrRaise, catch};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::tiling::{TiledNorm, TokenLoss, tiled_cross_entropy};
@@ -156,10 +156,11 @@ impl Llama {
     /// A backend reads out of bounds or panics on an id that the table does not have.
     fn expect_ids(&self, name: &'static str, what: &str, ids: Tensor<2, Int>) -> Result<(), Error> {
         let vocabulary = self.settings.config.vocab_size;
-        let largest = ids.inner().max().into_data().iter::<i64>().next().unwrap_or(0);
-        if largest < vocabulary as i64 {
+        let ids: Vec<i64> = ids.inner().into_data().iter::<i64>().collect();
+        let known = |id: &i64| (0..vocabulary as i64).contains(id) || (what == "target" && *id == IGNORE_INDEX);
+        let Some(largest) = ids.into_iter().find(|id| !known(id)) else {
             return Ok(());
-        }
+        };
         Err(Error::invalid(
             name,
             format!("{what} id {largest} in a vocabulary of {vocabulary}"),
