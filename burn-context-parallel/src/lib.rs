@@ -8,14 +8,15 @@
 //!
 //! ```
 //! use burn::tensor::ops::AttentionModuleOptions;
-//! use burn::tensor::{Device, Tensor};
+//! use burn::tensor::{Device, Int, Tensor};
 //! use burn_context_parallel::attention::{ContextParallelDevice, attention};
 //! use burn_context_parallel::group::launch;
 //! use burn_context_parallel::sequence::Batch;
 //!
 //! // A model of one layer: [B, L] token ids -> [B, 2 heads, L, 1].
-//! fn model(tokens: Tensor<2, burn::tensor::Int>) -> Tensor<4> {
-//!     let x = (tokens.float() / 10).unsqueeze_dims::<4>(&[1, -1]).repeat_dim(1, 2);
+//! fn model(tokens: Tensor<2, Int>) -> Tensor<4> {
+//!     let [batch, len] = tokens.dims();
+//!     let x = (tokens.float() / 10).reshape([batch, 1, len, 1]).repeat_dim(1, 2);
 //!     let options = AttentionModuleOptions { is_causal: true, ..Default::default() };
 //!     attention(x.clone(), x.clone(), x, None, None, options)
 //! }

@@ -46,6 +46,8 @@
 //!     // Logits exist for two tokens at a time.
 //!     head: TiledLinearCrossEntropy::new(LinearConfig::new(16, 50).init(&device), Some(2)),
 //! };
+//! // Weights are drawn when they are first used: now, so that every rank's copy has the same.
+//! let model = model.fork(&device);
 //! let batch = Batch::from_rows(&[(0..12).collect()])?;
 //!
 //! let losses = move |ranks: usize| {
