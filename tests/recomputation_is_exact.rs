@@ -344,3 +344,68 @@ fn ranks_of_unequal_length_have_equally_many_tiles() {
     });
     assert_eq!(counts, vec![vec![3, 3, 3, 2, 1]; 3]);
 }
+
+/// One number on all ranks, bit for bit, whatever the counts; a rank without targets adds zero.
+#[test]
+fn the_loss_has_the_same_bits_on_every_rank() {
+    for seed in 0..20u64 {
+        let losses = on_ranks(4, move |world| {
+            let device = Device::flex().autodiff();
+            let head = TiledLinearCrossEntropy::new(LinearConfig::new(3, 7).init(&device), Some(2));
+            let local = 3 + (seed as usize + world.rank()) % 3;
+            let x = tensor::<3>(&values(seed * 4 + world.rank() as u64, &[1, local, 3]), DType::F32, &device);
+            let targets: Vec<i64> = (0..local as i64).map(|i| if world.rank() == 1 { -100 } else { (i + seed as i64) % 7 }).collect();
+            let targets = Tensor::<2, Int>::from_data(burn::tensor::TensorData::new(targets, [1, local]), &device);
+            let loss = head.forward(x, targets, Some(&world))?;
+            Ok((loss.mean.into_scalar::<f32>().to_bits(), loss.valid))
+        });
+        assert!(losses.iter().all(|loss| *loss == losses[0]), "{losses:?}");
+    }
+}
+
+#[test]
+fn no_valid_target_on_any_rank_is_zero_everywhere() {
+    let losses = on_ranks(3, |world| {
+        let device = Device::flex().autodiff();
+        let head = TiledLinearCrossEntropy::new(LinearConfig::new(5, 11).init(&device), Some(2));
+        let x = Tensor::<3>::ones([1, 4, 5], &device).require_grad();
+        let loss = head.forward(x.clone(), Tensor::full([1, 4], IGNORE_INDEX, &device), Some(&world))?;
+        let grads = loss.mean.clone().backward();
+        let sum = x.grad(&grads).map(|grad| grad.abs().sum().into_scalar::<f32>());
+        Ok((loss.mean.into_scalar::<f32>(), loss.valid, sum))
+    });
+    assert_eq!(losses, vec![(0.0, 0, Some(0.0)); 3]);
+}
+
+#[test]
+fn a_target_outside_the_vocabulary_is_a_typed_error() {
+    let device = Device::flex().autodiff();
+    for tile in [None, Some(2)] {
+        let head = TiledLinearCrossEntropy::new(LinearConfig::new(2, 3).init(&device), tile);
+        for bad in [3, -7] {
+            let targets = Tensor::<2, Int>::from_ints([[1, bad]], &device);
+            let error = head.forward(Tensor::ones([1, 2, 2], &device), targets, None).unwrap_err();
+            assert!(error.to_string().contains(&format!("target {bad}")), "{error}");
+        }
+    }
+}
+
+/// A gradient that only some ranks have counts as zero on the others.
+#[test]
+fn gradients_are_summed_also_where_a_rank_has_none() {
+    use burn::optim::GradientsParams;
+    use burn_context_parallel::collective::sum_gradients;
+
+    let sums = on_ranks(3, |world| {
+        let device = Device::flex().autodiff();
+        let linear = LinearConfig::new(2, 2).with_bias(false).init(&device);
+        let grads = if world.rank() == 1 {
+            GradientsParams::from_grads(linear.forward(Tensor::<2>::ones([1, 2], &device)).sum().backward(), &linear)
+        } else {
+            GradientsParams::new()
+        };
+        let grads = sum_gradients(grads, &linear, &world)?;
+        Ok(grads.get::<2>(linear.weight.id).expect("summed").into_data().iter::<f32>().collect::<Vec<_>>())
+    });
+    assert_eq!(sums, vec![vec![1.0; 4]; 3]);
+}

@@ -220,3 +220,81 @@ fn module_is_the_same_on_ranks(
         }
     }
 }
+
+/// A bias on one projection only: each is there or not by itself.
+#[test]
+fn a_single_bias_is_not_dropped() {
+    let device = Device::flex().autodiff();
+    let context = SequenceContext::single(9, BATCH).unwrap();
+    let x = || tensor::<3>(&values(1, &[BATCH, 9, 10]), DType::F64, &device);
+    let only_q = |scheme| {
+        let mut module = attention(scheme, (4, 2), &device);
+        (module.k_proj.bias, module.v_proj.bias) = (None, None);
+        module
+    };
+    let (y, dx, grads) = run(&only_q(AttentionScheme::Single), x(), x(), &context).unwrap();
+    let (staged_y, staged_dx, staged) = run(&only_q(AttentionScheme::default()), x(), x(), &context).unwrap();
+    assert_close("y", &staged_y, &y, TOLERANCE);
+    assert_close("dx", &staged_dx, &dx, TOLERANCE);
+    assert_eq!(staged.len(), grads.len());
+    for (i, (a, b)) in staged.iter().zip(&grads).enumerate() {
+        let flat = |data: &TensorData| {
+            let values: Vec<f64> = data.iter::<f64>().collect();
+            tensor::<1>(&TensorData::new(values.clone(), [values.len()]), DType::F64, &Device::flex())
+        };
+        assert_close(format!("gradient {i}"), &flat(a), &flat(b), TOLERANCE);
+    }
+}
+
+/// Adapters on the projections: U-Pipe reads the weights that they make, and their factors get the gradients of one device.
+#[test]
+fn lora_composes_with_upipe() {
+    use burn::module::Lora;
+
+    let device = Device::flex().autodiff();
+    let adapted = |scheme| {
+        struct Fill(u64);
+        impl burn::module::ModuleMapper for Fill {
+            fn map_float<const D: usize>(&mut self, param: burn::module::Param<Tensor<D>>) -> burn::module::Param<Tensor<D>> {
+                self.0 += 1;
+                let seed = self.0;
+                let trained = param.base().is_require_grad();
+                param.map(move |x| {
+                    let fresh = tensor::<D>(&values(seed, &x.dims()), x.dtype(), &x.device());
+                    fresh.mul_scalar(0.4).detach().set_require_grad(trained)
+                })
+            }
+        }
+        let config = UPipeAttentionConfig::new(10, 4, 2, DIM);
+        let module = config.init(&device).unwrap().with_scheme(scheme).unwrap().apply_lora(Lora::new(2, 4.0));
+        module.map(&mut Fill(30))
+    };
+    struct Collect<'a>(&'a burn::tensor::Gradients, Vec<TensorData>);
+    impl burn::module::ModuleVisitor for Collect<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<Tensor<D>>) {
+            self.1.extend(param.base().grad(self.0).map(|grad| grad.to_data()));
+        }
+    }
+    let step = |scheme| {
+        let module = adapted(scheme);
+        let x = tensor::<3>(&values(1, &[BATCH, 9, 10]), DType::F32, &device).require_grad();
+        let y = module.forward(x.clone());
+        let grads = (y.clone() * y.clone()).sum().backward();
+        let mut collect = Collect(&grads, Vec::new());
+        module.visit(&mut collect);
+        (y.inner(), x.grad(&grads).unwrap(), collect.1)
+    };
+    let (y, dx, grads) = step(AttentionScheme::Single);
+    let (staged_y, staged_dx, staged) = step(AttentionScheme::UPipe { heads_per_stage: Some(1) });
+    assert_close("y", &staged_y, &y, 1e-5);
+    assert_close("dx", &staged_dx, &dx, 1e-5);
+    assert!(grads.len() >= 8, "two factors on each of four projections, found {}", grads.len());
+    assert_eq!(staged.len(), grads.len());
+    for (i, (a, b)) in staged.iter().zip(&grads).enumerate() {
+        let flat = |data: &TensorData| {
+            let values: Vec<f64> = data.iter::<f64>().collect();
+            tensor::<1>(&TensorData::new(values.clone(), [values.len()]), DType::F32, &Device::flex())
+        };
+        assert_close(format!("gradient {i}"), &flat(a), &flat(b), 1e-5);
+    }
+}
