@@ -32,7 +32,7 @@ pub struct Args {
     #[arg(long, num_args = 1.., default_values_t = [512, 1024, 2048, 4096, 8192, 16384])]
     seq_len: Vec<usize>,
     /// Ranks (threads) of the last lines, P.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 4)]
     ranks: usize,
     /// Leaves Burn's own attention out where its scores, H S^2 a layer, would take more than this.
     #[arg(long, default_value_t = 1024, value_name = "MIB")]
@@ -91,7 +91,7 @@ pub fn run(args: &Args) -> Result<String> {
     if args.seq_len.contains(&0) || args.ranks == 0 {
         refuse("--seq-len, --ranks: use positive numbers".to_owned());
     }
-    let config = LlamaConfig::new(4096, 512, 1376, 2, 32, 8);
+    let config = LlamaConfig::new(2048, 256, 704, 2, 16, 4);
     let device = Device::flex().autodiff();
     device.seed(0);
     let model = Llama::init(&config, &ParallelConfig::none(), &device)?;
