@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long, default_value_t = 4)]
     ranks: usize,
     /// Leaves Burn's own attention out where its scores, H S^2 a layer, would take more than this.
-    #[arg(long, default_value_t = 1024, value_name = "MIB")]
+    #[arg(long, default_value_t = 512, value_name = "MIB")]
     scores_limit: usize,
     /// Also draws the table, as SVG.
     #[arg(long, value_name = "FILE")]
