@@ -85,7 +85,7 @@ fn step(group: &ProcessGroup, attention: AttentionScheme, batch: &Batch) -> Resu
     let loss = cp.scope(&shard, || model.loss(&shard, group)).map_err(core)?;
     let grads = GradientsParams::from_grads(loss.mean.backward(), &model);
     let grads = sum_gradients(grads, &model, group)?;
-    clip_grad_norm(grads, &model, 1.0, group).map_err(core)?;
+    clip_grad_norm(grads, &model, 1.0, group)?;
     Ok(())
 }
 
