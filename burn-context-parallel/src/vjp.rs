@@ -21,8 +21,7 @@ use burn::backend::autodiff::grads::Gradients as Tape;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{
-    Autodiff, AutodiffBackend, Backend, BackendTensor, DispatchKindConversion, DispatchTensor,
-    DispatchTensorKind,
+    Autodiff, AutodiffBackend, Backend, BackendTensor, DispatchKindConversion, DispatchTensor, DispatchTensorKind,
 };
 use burn::tensor::{Gradients, Tensor};
 
@@ -119,8 +118,7 @@ fn record(like: &AnyTensor, inputs: Inputs, output: AnyTensor, backward: Backwar
     let DispatchTensorKind::Autodiff(kind) = &like.kind else {
         unreachable!("`like` was chosen for being an autodiff tensor");
     };
-    let balanced = like.autodiff
-        == DispatchAutodiffContext::Enabled(GradientCheckpointingStrategy::Balanced);
+    let balanced = like.autodiff == DispatchAutodiffContext::Enabled(GradientCheckpointingStrategy::Balanced);
     macro_rules! on {
         ($backend:ty) => {
             if balanced {
@@ -146,12 +144,8 @@ where
     C: CheckpointStrategy,
     DispatchTensor: DispatchKindConversion<B> + DispatchKindConversion<Autodiff<B, C>>,
 {
-    let mut step = Step {
-        parents: Vec::new(),
-        leaves: Vec::new(),
-        answers: inputs.parents.len() + inputs.leaves.len(),
-        backward,
-    };
+    let mut step =
+        Step { parents: Vec::new(), leaves: Vec::new(), answers: inputs.parents.len() + inputs.leaves.len(), backward };
     let mut guards = Vec::new();
     let first_leaf = inputs.parents.len();
     for (index, tensor) in inputs.parents.into_iter().enumerate() {
@@ -204,9 +198,7 @@ where
     C: CheckpointStrategy,
     DispatchTensor: DispatchKindConversion<B>,
 {
-    let Ok(guards) = <[NodeGuard; N]>::try_from(guards) else {
-        unreachable!("chosen by the number of guards")
-    };
+    let Ok(guards) = <[NodeGuard; N]>::try_from(guards) else { unreachable!("chosen by the number of guards") };
     match Backward::<B, N>::prepare::<C>(step, guards).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish((), output),
         OpsKind::UnTracked(prep) => prep.finish(output),
@@ -261,9 +253,7 @@ where
 /// If `y` is not tracked.
 pub fn pullback<const D: usize>(y: Tensor<D>, dy: Tensor<D>) -> Gradients {
     let zero = Tensor::<1>::zeros([1], (&y.device().inner(), y.dtype()));
-    let seeded = custom_vjp(Inputs::new().input(&y), zero, move |_: Tensor<1>| {
-        vec![Some(dy.into_dispatch())]
-    });
+    let seeded = custom_vjp(Inputs::new().input(&y), zero, move |_: Tensor<1>| vec![Some(dy.into_dispatch())]);
     drop(y);
     seeded.backward()
 }

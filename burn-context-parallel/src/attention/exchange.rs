@@ -49,11 +49,7 @@ impl HeadExchange {
     /// [`Error::Invalid`] if an index is not below `heads`.
     pub fn new(heads: usize, to: Vec<Vec<usize>>) -> Result<Self> {
         if let Some(head) = to.iter().flatten().find(|head| **head >= heads) {
-            return Err(Error::invalid(
-                "HeadExchange::new",
-                format!("head {head} of {heads}"),
-                "number heads from 0",
-            ));
+            return Err(Error::invalid("HeadExchange::new", format!("head {head} of {heads}"), "number heads from 0"));
         }
         Ok(Self { heads, to })
     }
@@ -76,12 +72,7 @@ impl HeadExchange {
     /// # Communication
     ///
     /// Each rank sends `B L D * size` bytes per head that goes to another rank.
-    pub fn to_heads(
-        &self,
-        x: Tensor<4>,
-        group: &ProcessGroup,
-        layout: &SequenceLayout,
-    ) -> Result<Option<Tensor<4>>> {
+    pub fn to_heads(&self, x: Tensor<4>, group: &ProcessGroup, layout: &SequenceLayout) -> Result<Option<Tensor<4>>> {
         let shape = HeadShape::of(&x);
         let parts = self.to.iter().map(|heads| (!heads.is_empty()).then(|| select_heads(&x, heads))).collect();
         drop(x);
@@ -187,10 +178,8 @@ pub fn return_tokens(
     let parts = (0..group.size()).map(|rank| y.as_ref().map(|y| layout.cut(y, 1, rank))).collect();
     drop(y);
     let local = layout.local_len(group.rank());
-    let expected: Vec<_> = counts
-        .iter()
-        .map(|count| (*count > 0).then(|| vec![shape.batch, local, *count, shape.dim]))
-        .collect();
+    let expected: Vec<_> =
+        counts.iter().map(|count| (*count > 0).then(|| vec![shape.batch, local, *count, shape.dim])).collect();
     group.all_to_all_uneven(parts, &expected)
 }
 

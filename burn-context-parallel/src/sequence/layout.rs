@@ -153,11 +153,8 @@ impl SequenceLayout {
         dim: usize,
     ) -> Tensor<D, K> {
         assert_eq!(parts.len(), self.ranks(), "one part per rank");
-        let mut pieces: Vec<_> = self
-            .pieces()
-            .iter()
-            .map(|piece| parts[piece.rank].clone().narrow(dim, piece.local, piece.len))
-            .collect();
+        let mut pieces: Vec<_> =
+            self.pieces().iter().map(|piece| parts[piece.rank].clone().narrow(dim, piece.local, piece.len)).collect();
         if pieces.len() == 1 { pieces.remove(0) } else { Tensor::cat(pieces, dim) }
     }
 

@@ -35,9 +35,7 @@ impl RotaryFrequencies {
         }
         let half = head_dim / 2;
         // In f32, as PyTorch computes them: pretrained weights expect these very frequencies.
-        let inv_freq = (0..half)
-            .map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32))
-            .collect();
+        let inv_freq = (0..half).map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32)).collect();
         Ok(Self { inv_freq })
     }
 

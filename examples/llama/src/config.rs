@@ -230,10 +230,7 @@ impl LlamaConfig {
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             return wrong(
-                format!(
-                    "{} query heads for {} key/value heads",
-                    self.num_attention_heads, self.num_key_value_heads
-                ),
+                format!("{} query heads for {} key/value heads", self.num_attention_heads, self.num_key_value_heads),
                 "num_key_value_heads must divide num_attention_heads",
             );
         }
@@ -338,7 +335,9 @@ impl Fields<'_> {
         let older_type: Option<String> = rope.optional("type")?;
         let kind = newer_type.or(older_type).unwrap_or_else(|| "default".into());
         if let Some(partial) = rope.optional::<f64>("partial_rotary_factor")?.filter(|partial| *partial != 1.0) {
-            return Err(rope.unsupported(format!("partial_rotary_factor {partial}"), "use a model that rotates whole heads"));
+            return Err(
+                rope.unsupported(format!("partial_rotary_factor {partial}"), "use a model that rotates whole heads")
+            );
         }
         let scaling = match kind.as_str() {
             "default" => RopeScaling::Default,
@@ -349,7 +348,9 @@ impl Fields<'_> {
                 original_max_position_embeddings: rope.required("original_max_position_embeddings")?,
             },
             other => {
-                return Err(rope.unsupported(format!("rope_type {other:?}"), "use a model with \"default\" or \"llama3\""));
+                return Err(
+                    rope.unsupported(format!("rope_type {other:?}"), "use a model with \"default\" or \"llama3\"")
+                );
             }
         };
         Ok((theta, scaling))

@@ -88,9 +88,7 @@ fn a_wrong_shape_is_an_error_with_both_shapes_as_the_file_has_them() {
         weight.1.reverse();
     });
     let (report, text) = mismatch(copy.path());
-    assert_eq!(report.errors, [
-        "model.layers.0.mlp.down_proj.weight is [176, 64] where config.json says [64, 176]"
-    ]);
+    assert_eq!(report.errors, ["model.layers.0.mlp.down_proj.weight is [176, 64] where config.json says [64, 176]"]);
     assert!(report.missing.is_empty() && report.unused.is_empty(), "{text}");
 }
 
@@ -117,7 +115,8 @@ fn half_precision_weights_become_the_devices_floats_exactly() {
     });
     let (model, _) = load(copy.path(), &ParallelConfig::none(), &Device::flex()).unwrap();
     let (exact, _) = load(&folder("llama"), &ParallelConfig::none(), &Device::flex()).unwrap();
-    let values = |model: &llama::Llama| model.lm_head.as_ref().unwrap().weight.val().into_data().try_to_vec::<f32>().unwrap();
+    let values =
+        |model: &llama::Llama| model.lm_head.as_ref().unwrap().weight.val().into_data().try_to_vec::<f32>().unwrap();
     for (half, exact) in values(&model).iter().zip(values(&exact)) {
         assert_eq!(half.to_bits(), exact.to_bits() & 0xFFFF_0000);
     }
