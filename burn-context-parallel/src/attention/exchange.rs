@@ -163,7 +163,7 @@ pub fn gather_tokens(
 ///
 /// # Shapes
 ///
-/// `y`: [B, S, n, D], `None` if this rank holds no head -> [B, L, counts[r], D] from each rank that holds some, zero at padding.
+/// `y`: [B, S, n, D], `None` if this rank holds no head -> `[B, L, counts[r], D]` from each rank that holds some, zero at padding.
 ///
 /// # Errors
 ///
