@@ -10,6 +10,7 @@ use burn_context_parallel::{Error, catch};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, TiledNorm, tiled_cross_entropy, tiles};
 use burn_upipe::upipe::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
+use llama::{Llama, LlamaConfig, ParallelConfig};
 use rstest::rstest;
 use tests::{assert_close, on_ranks, tensor, values};
 
@@ -434,4 +435,40 @@ fn gradients_are_summed_also_where_a_rank_has_none() {
         Ok(grads.get::<2>(linear.weight.id).expect("summed").into_data().iter::<f32>().collect::<Vec<_>>())
     });
     assert_eq!(sums, vec![vec![1.0; 4]; 3]);
+}
+
+/// Burn refuses to mix tensors of its two autodiff strategies: ids, targets and masks must have that of the model.
+#[rstest]
+fn a_loss_under_burns_own_checkpointing_is_the_loss(#[values(None, Some(3))] tile: Option<usize>) {
+    let run = |device: &Device| {
+        let weight = tensor::<2>(&values(1, &[5, 11]), DType::F32, device).require_grad();
+        let linear = Linear { weight: Param::from_tensor(weight), bias: None };
+        let x = tensor::<3>(&values(2, &[2, 7, 5]), DType::F32, device).require_grad();
+        let targets = (0..14).map(|i| if i % 4 == 1 { IGNORE_INDEX } else { i % 11 }).collect::<Vec<i64>>();
+        let targets = Tensor::<2, Int>::from_data(burn::tensor::TensorData::new(targets, [2, 7]), &Device::flex());
+        let head = TiledLinearCrossEntropy::new(linear, tile);
+        let loss = head.forward(x.clone(), targets, None).unwrap();
+        let grads = loss.mean.backward();
+        (x.grad(&grads).unwrap(), head.inner.weight.val().grad(&grads).unwrap())
+    };
+    let plain = run(&Device::flex().autodiff());
+    let balanced = run(&Device::flex().autodiff().gradient_checkpointing());
+    tests::assert_same_bits("dx", &balanced.0, &plain.0);
+    tests::assert_same_bits("dw", &balanced.1, &plain.1);
+}
+
+#[rstest]
+fn a_llama_trains_under_burns_own_checkpointing(#[values(true, false)] all: bool, #[values(true, false)] tied: bool) {
+    let config = LlamaConfig { tie_word_embeddings: tied, ..LlamaConfig::new(16, 8, 12, 2, 4, 2) };
+    let parallel = if all { ParallelConfig::all() } else { ParallelConfig::none() };
+    let device = Device::flex().autodiff().gradient_checkpointing();
+    let model = Llama::init(&config, &parallel, &device).unwrap();
+    let group = ProcessGroup::single();
+    let batch = Batch::from_rows(&[(0..13).collect()]).unwrap();
+    let shard = batch.shard(&SequenceLayout::contiguous(13, 1).unwrap(), 0, &device).unwrap();
+    let expected = model.valid().loss(&shard, &group).unwrap().mean;
+    let loss = model.loss(&shard, &group).unwrap().mean;
+    assert_close("loss", &loss.clone().inner(), &expected, TOLERANCE);
+    let grads = loss.backward();
+    assert!(gradients(&model, &grads).iter().all(Option::is_some));
 }

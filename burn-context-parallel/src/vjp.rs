@@ -23,6 +23,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{
     Autodiff, AutodiffBackend, Backend, BackendTensor, DispatchKindConversion, DispatchTensor, DispatchTensorKind,
 };
+use burn::tensor::kind::Basic;
 use burn::tensor::{Gradients, Tensor};
 
 /// A float tensor of any rank, with or without autodiff.
@@ -66,6 +67,28 @@ impl Inputs {
 /// Whether any gradient can flow to this tensor.
 fn is_autodiff(tensor: &AnyTensor) -> bool {
     matches!(tensor.kind, DispatchTensorKind::Autodiff(_))
+}
+
+/// `ids`, an int or bool tensor, on the autodiff device of `like`, or without autodiff if `like` has none: what a gather or a mask
+/// with a tracked tensor asks for. `Tensor::autodiff` gives the default checkpointing strategy, and Burn refuses to mix two.
+///
+/// A float tensor is returned as it is.
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_context_parallel::vjp::beside;
+///
+/// let x = Tensor::<2>::ones([1, 3], &Device::flex().autodiff().gradient_checkpointing()).require_grad();
+/// let ids = Tensor::<2, Int>::from_ints([[2]], &Device::flex());
+/// assert_eq!(x.clone().gather(1, beside(ids, &x)).dims(), [1, 1]);
+/// ```
+pub fn beside<const D: usize, const E: usize, K: Basic>(ids: Tensor<D, K>, like: &Tensor<E>) -> Tensor<D, K> {
+    if ids.dtype().is_float() {
+        return ids;
+    }
+    let mut ids = ids.into_dispatch();
+    ids.autodiff = like.clone().into_dispatch().autodiff;
+    Tensor::from_dispatch(ids)
 }
 
 /// Puts `output` on the tape as a function of `inputs`, with `backward` as its vector-Jacobian product.

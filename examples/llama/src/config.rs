@@ -211,6 +211,8 @@ impl LlamaConfig {
     fn check_in(&self, path: &Path) -> Result<()> {
         // Far above any model; a file with garbage in it must not take the machine's memory.
         const LAYERS: usize = 10_000;
+        const HEADS: usize = 10_000;
+        const HEAD_DIM: usize = 1 << 16;
         let wrong = |problem: String, remedy: &str| Err(LlamaError::config(path, problem, remedy));
         for (name, value) in [
             ("vocab_size", self.vocab_size),
@@ -227,6 +229,12 @@ impl LlamaConfig {
         }
         if self.num_hidden_layers > LAYERS {
             return wrong(format!("num_hidden_layers is {}", self.num_hidden_layers), "use at most 10000");
+        }
+        if self.num_attention_heads > HEADS {
+            return wrong(format!("num_attention_heads is {}", self.num_attention_heads), "use at most 10000");
+        }
+        if self.head_dim > HEAD_DIM {
+            return wrong(format!("head_dim is {}", self.head_dim), "use at most 65536");
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             return wrong(

@@ -184,6 +184,8 @@ fn what_is_not_built_is_named(#[case] changes: Value, #[case] named: &str) {
 #[case(json!({"hidden_size": null}), "hidden_size is missing")]
 #[case(json!({"vocab_size": "many"}), "vocab_size")]
 #[case(json!({"num_hidden_layers": 1_000_000_000}), "num_hidden_layers is 1000000000")]
+#[case(json!({"num_attention_heads": 4_000_000_000u64, "head_dim": 2}), "num_attention_heads is 4000000000")]
+#[case(json!({"head_dim": 4_000_000_000u64}), "head_dim is 4000000000")]
 #[case(json!({"num_attention_heads": 7, "head_dim": null, "num_key_value_heads": 7}), "not a multiple")]
 #[case(json!({"rms_norm_eps": 0.0}), "rms_norm_eps is 0")]
 #[case(json!({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}), "low_freq_factor is missing")]

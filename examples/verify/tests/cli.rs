@@ -142,6 +142,18 @@ fn a_damaged_file_fails_and_does_not_stop_the_others() {
     assert_eq!((&json["cases"], &json["passed"]), (&3.into(), &1.into()));
 }
 
+#[cfg(unix)]
+#[test]
+fn a_pipe_among_the_cases_fails_and_is_not_waited_for() {
+    let folder = cases(&["full"]);
+    let made = Command::new("mkfifo").arg(folder.path().join("pipe.safetensors")).status().unwrap();
+    assert!(made.success());
+    let output = verify(folder.path(), "--attention single");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stdout).contains("pipe.safetensors: not a file"), "{}", text(&output.stdout));
+    assert_eq!(json(&output)["passed"], 1);
+}
+
 #[test]
 fn heads_per_stage_that_a_case_does_not_have_fail_that_case() {
     let folder = cases(&["causal_gqa", "scaled"]); // 8 and 2 query heads
