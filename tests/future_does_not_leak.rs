@@ -32,7 +32,10 @@ fn output(scheme: AttentionScheme, ranks: usize, last: f64) -> Tensor<3> {
 fn filled<M: burn::module::Module>(module: M) -> M {
     struct Fill(u64);
     impl burn::module::ModuleMapper for Fill {
-        fn map_float<const D: usize>(&mut self, param: burn::module::Param<Tensor<D>>) -> burn::module::Param<Tensor<D>> {
+        fn map_float<const D: usize>(
+            &mut self,
+            param: burn::module::Param<Tensor<D>>,
+        ) -> burn::module::Param<Tensor<D>> {
             self.0 += 1;
             let seed = self.0;
             param.map(move |x| tensor(&values(seed, &x.dims()), DType::F32, &x.device()))

@@ -87,7 +87,8 @@ fn measure(stage_heads: Option<usize>, width: usize, trainable: bool) -> Peaks {
         let out = match stage_heads {
             Some(per_stage) => {
                 let schedule = Schedule::new(HEADS, KV_HEADS, RANKS, per_stage)?;
-                let parts = ProjectionWeights { q: wq.clone(), k: wk.clone(), v: wv.clone(), biases: [None, None, None] };
+                let parts =
+                    ProjectionWeights { q: wq.clone(), k: wk.clone(), v: wv.clone(), biases: [None, None, None] };
                 let (source, inputs) = Projection::new(x.clone(), parts, DIM, Some(table));
                 upipe::upipe(source, inputs, &schedule, &FlashOptions::causal(), &context)?
             }
@@ -160,12 +161,17 @@ fn upipe_needs_a_quarter_of_ulysses() {
             large::RANKS * upipe::forward_bytes(&schedule, shape.0, shape.1, shape.2, shape.3),
             large::RANKS * upipe::backward_bytes(&schedule, shape.0, shape.1, shape.2, shape.3),
         ];
-        for (name, measured, stated) in [("forward", staged.forward, stated[0]), ("backward", staged.backward, stated[1])] {
+        for (name, measured, stated) in
+            [("forward", staged.forward, stated[0]), ("backward", staged.backward, stated[1])]
+        {
             println!("U-Pipe {name}: stated {:.1} MiB", stated as f64 / MIB);
             // A rank's share of each stage on its way (a part being projected, rotated or cut) comes on top: an eighth of a
             // stage here; and a buffer that the slowest receiver still holds.
             let bound = stated as f64 * 1.1;
-            assert!(measured <= bound && measured >= stated as f64 * 0.85, "{name}: {measured} measured, {stated} stated");
+            assert!(
+                measured <= bound && measured >= stated as f64 * 0.85,
+                "{name}: {measured} measured, {stated} stated"
+            );
         }
         let (forward, backward) = (staged.forward / whole.forward, staged.backward / whole.backward);
         println!("ratio forward {forward:.3}, backward {backward:.3}");
@@ -232,6 +238,9 @@ fn the_loss_peak_does_not_grow_with_vocabulary_times_sequence() {
     let per_token = width * 4 + 3 * 8 + 8;
     assert!(long <= short + (2048 - 256) * per_token + (1 << 16), "grows by {}", long - short);
     // Gradient of the weights: the sum, and a tile's share beside it while it is added.
-    assert!(short <= stated + 2 * weights + (1 << 19), "{short} bytes at the peak, stated {stated} beside {weights} of weights");
+    assert!(
+        short <= stated + 2 * weights + (1 << 19),
+        "{short} bytes at the peak, stated {stated} beside {weights} of weights"
+    );
     assert!(short >= tile * vocabulary * 4, "a tile's logits exist");
 }

@@ -10,6 +10,7 @@ use burn_context_parallel::{Error, catch};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, TiledNorm, tiled_cross_entropy, tiles};
 use burn_upipe::upipe::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
+use llama::{Llama, LlamaConfig, ParallelConfig};
 use rstest::rstest;
 use tests::{assert_close, on_ranks, tensor, values};
 
@@ -25,7 +26,10 @@ struct Mlp {
 impl Mlp {
     fn new(width: usize, device: &Device) -> Self {
         device.seed(5);
-        Self { up: LinearConfig::new(width, 3 * width).init(device), down: LinearConfig::new(3 * width, width).init(device) }
+        Self {
+            up: LinearConfig::new(width, 3 * width).init(device),
+            down: LinearConfig::new(3 * width, width).init(device),
+        }
     }
 
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
@@ -39,7 +43,10 @@ fn gradients<M: Module>(module: &M, grads: &Gradients) -> Vec<Option<Tensor<1>>>
     impl ModuleVisitor for Collect<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             let grad = param.base().grad(self.0);
-            self.1.push(grad.map(|grad| { let n = grad.shape().num_elements(); grad.reshape([n]) }));
+            self.1.push(grad.map(|grad| {
+                let n = grad.shape().num_elements();
+                grad.reshape([n])
+            }));
         }
     }
     let mut collect = Collect(grads, Vec::new());
@@ -121,10 +128,11 @@ fn checkpoints_nest_share_parameters_and_leave_frozen_ones_alone() {
         let block = Checkpointed::new(plain.clone());
         let once = |x| block.forward(x, |mlp: &Mlp, x| mlp.forward(x));
         let outer = Checkpointed::new(Checkpointed::new(plain.clone()));
-        let nested = |x| {
-            outer.forward(x, |inner: &Checkpointed<Mlp>, x| inner.forward(x, |mlp: &Mlp, x| mlp.forward(x)))
-        };
-        for (name, actual) in [("flat", run(&|x| once(once(x)), tracked)), ("nested", run(&|x| nested(nested(x)), tracked))] {
+        let nested =
+            |x| outer.forward(x, |inner: &Checkpointed<Mlp>, x| inner.forward(x, |mlp: &Mlp, x| mlp.forward(x)));
+        for (name, actual) in
+            [("flat", run(&|x| once(once(x)), tracked)), ("nested", run(&|x| nested(nested(x)), tracked))]
+        {
             assert_eq!(actual.0.is_some(), tracked, "{name}");
             if let (Some(a), Some(b)) = (&actual.0, &expected.0) {
                 assert_close(format!("{name}: dx"), a, b, TOLERANCE);
@@ -162,7 +170,8 @@ fn dropout_in_a_checkpoint_is_refused() {
         dropout: Dropout,
     }
     let device = Device::flex().autodiff();
-    let noisy = |prob| Noisy { linear: LinearConfig::new(8, 8).init(&device), dropout: DropoutConfig::new(prob).init() };
+    let noisy =
+        |prob| Noisy { linear: LinearConfig::new(8, 8).init(&device), dropout: DropoutConfig::new(prob).init() };
     let step = |prob| {
         let block = Checkpointed::new(noisy(prob));
         let x = Tensor::<3>::ones([1, 16, 8], &device).require_grad();
@@ -202,7 +211,10 @@ fn plain_loss(logits: Tensor<3>, targets: &[i64]) -> Tensor<1> {
 }
 
 #[rstest]
-fn a_tiled_loss_is_the_loss(#[values(None, Some(1), Some(3), Some(5), Some(64))] tile: Option<usize>, #[values(true, false)] bias: bool) {
+fn a_tiled_loss_is_the_loss(
+    #[values(None, Some(1), Some(3), Some(5), Some(64))] tile: Option<usize>,
+    #[values(true, false)] bias: bool,
+) {
     let device = Device::flex().autodiff();
     device.seed(3);
     let linear = LinearConfig::new(5, 11).with_bias(bias).init(&device);
@@ -270,15 +282,21 @@ impl Tiny {
     fn loss(&self, shard: &burn_context_parallel::sequence::Shard, tile: Option<usize>) -> Tensor<1> {
         let x = self.embedding.forward(shard.tokens.clone());
         let x = x.clone() + self.block.forward(x, |attention: &UPipeAttention, x| attention.forward(x));
-        let project = |embedding: &Embedding, x: Tensor<3>| {
-            x.matmul(embedding.weight.val().transpose().unsqueeze_dim::<3>(0))
-        };
+        let project =
+            |embedding: &Embedding, x: Tensor<3>| x.matmul(embedding.weight.val().transpose().unsqueeze_dim::<3>(0));
         tiled_cross_entropy(&self.embedding, x, shard.targets.clone(), tile, None, project).unwrap().mean
     }
 }
 
 /// Loss and summed gradients; `outside` runs the backward pass after the scope has ended.
-fn tiny_step(batch: &Batch, ranks: usize, scheme: AttentionScheme, checkpoint: bool, tile: Option<usize>, outside: bool) -> (f32, Vec<Tensor<1>>) {
+fn tiny_step(
+    batch: &Batch,
+    ranks: usize,
+    scheme: AttentionScheme,
+    checkpoint: bool,
+    tile: Option<usize>,
+    outside: bool,
+) -> (f32, Vec<Tensor<1>>) {
     let batch = batch.clone();
     let answers = on_ranks(ranks, move |world: ProcessGroup| {
         let device = Device::flex().autodiff();
@@ -301,7 +319,9 @@ fn tiny_step(batch: &Batch, ranks: usize, scheme: AttentionScheme, checkpoint: b
         Ok((loss.into_scalar::<f32>(), grads))
     });
     let sums = (0..answers[0].1.len())
-        .map(|i| answers.iter().map(|a| tensor::<1>(&a.1[i], DType::F32, &Device::flex())).reduce(|a, b| a + b).unwrap())
+        .map(|i| {
+            answers.iter().map(|a| tensor::<1>(&a.1[i], DType::F32, &Device::flex())).reduce(|a, b| a + b).unwrap()
+        })
         .collect();
     assert!(answers.iter().all(|a| a.0 == answers[0].0), "the loss is one number on all ranks");
     (answers[0].0, sums)
@@ -312,12 +332,18 @@ fn tiny_step(batch: &Batch, ranks: usize, scheme: AttentionScheme, checkpoint: b
 #[rstest]
 fn a_checkpointed_model_on_ranks_is_one_device(#[values(2, 3, 4)] ranks: usize, #[values(true, false)] outside: bool) {
     let row = |seed: i64| (0..14).map(|i| (i * 7 + seed) % 13).collect::<Vec<_>>();
-    let labels: Vec<i64> = row(1).iter().enumerate().map(|(i, id)| if i < 8 { -100 } else { *id }).chain(
-        row(4).iter().enumerate().map(|(i, id)| if i < 9 { -100 } else { *id })).collect();
+    let labels: Vec<i64> = row(1)
+        .iter()
+        .enumerate()
+        .map(|(i, id)| if i < 8 { -100 } else { *id })
+        .chain(row(4).iter().enumerate().map(|(i, id)| if i < 9 { -100 } else { *id }))
+        .collect();
     let labels = Tensor::<2, Int>::from_data(burn::tensor::TensorData::new(labels, [2, 14]), &Device::flex());
     let batch = Batch::from_rows(&[row(1), row(4)]).unwrap().with_labels(labels).unwrap();
     let (loss, grads) = tiny_step(&batch, 1, AttentionScheme::Single, false, None, false);
-    for scheme in [AttentionScheme::Ulysses, AttentionScheme::default(), AttentionScheme::UPipe { heads_per_stage: Some(3) }] {
+    for scheme in
+        [AttentionScheme::Ulysses, AttentionScheme::default(), AttentionScheme::UPipe { heads_per_stage: Some(3) }]
+    {
         for (checkpoint, tile) in [(false, None), (true, None), (false, Some(2)), (true, Some(3))] {
             let (actual, sums) = tiny_step(&batch, ranks, scheme, checkpoint, tile, outside);
             let case = format!("{scheme:?}, checkpoint {checkpoint}, tile {tile:?} on {ranks}");
@@ -354,7 +380,8 @@ fn the_loss_has_the_same_bits_on_every_rank() {
             let head = TiledLinearCrossEntropy::new(LinearConfig::new(3, 7).init(&device), Some(2));
             let local = 3 + (seed as usize + world.rank()) % 3;
             let x = tensor::<3>(&values(seed * 4 + world.rank() as u64, &[1, local, 3]), DType::F32, &device);
-            let targets: Vec<i64> = (0..local as i64).map(|i| if world.rank() == 1 { -100 } else { (i + seed as i64) % 7 }).collect();
+            let targets: Vec<i64> =
+                (0..local as i64).map(|i| if world.rank() == 1 { -100 } else { (i + seed as i64) % 7 }).collect();
             let targets = Tensor::<2, Int>::from_data(burn::tensor::TensorData::new(targets, [1, local]), &device);
             let loss = head.forward(x, targets, Some(&world))?;
             Ok((loss.mean.into_scalar::<f32>().to_bits(), loss.valid))
@@ -408,4 +435,40 @@ fn gradients_are_summed_also_where_a_rank_has_none() {
         Ok(grads.get::<2>(linear.weight.id).expect("summed").into_data().iter::<f32>().collect::<Vec<_>>())
     });
     assert_eq!(sums, vec![vec![1.0; 4]; 3]);
+}
+
+/// Burn refuses to mix tensors of its two autodiff strategies: ids, targets and masks must have that of the model.
+#[rstest]
+fn a_loss_under_burns_own_checkpointing_is_the_loss(#[values(None, Some(3))] tile: Option<usize>) {
+    let run = |device: &Device| {
+        let weight = tensor::<2>(&values(1, &[5, 11]), DType::F32, device).require_grad();
+        let linear = Linear { weight: Param::from_tensor(weight), bias: None };
+        let x = tensor::<3>(&values(2, &[2, 7, 5]), DType::F32, device).require_grad();
+        let targets = (0..14).map(|i| if i % 4 == 1 { IGNORE_INDEX } else { i % 11 }).collect::<Vec<i64>>();
+        let targets = Tensor::<2, Int>::from_data(burn::tensor::TensorData::new(targets, [2, 7]), &Device::flex());
+        let head = TiledLinearCrossEntropy::new(linear, tile);
+        let loss = head.forward(x.clone(), targets, None).unwrap();
+        let grads = loss.mean.backward();
+        (x.grad(&grads).unwrap(), head.inner.weight.val().grad(&grads).unwrap())
+    };
+    let plain = run(&Device::flex().autodiff());
+    let balanced = run(&Device::flex().autodiff().gradient_checkpointing());
+    tests::assert_same_bits("dx", &balanced.0, &plain.0);
+    tests::assert_same_bits("dw", &balanced.1, &plain.1);
+}
+
+#[rstest]
+fn a_llama_trains_under_burns_own_checkpointing(#[values(true, false)] all: bool, #[values(true, false)] tied: bool) {
+    let config = LlamaConfig { tie_word_embeddings: tied, ..LlamaConfig::new(16, 8, 12, 2, 4, 2) };
+    let parallel = if all { ParallelConfig::all() } else { ParallelConfig::none() };
+    let device = Device::flex().autodiff().gradient_checkpointing();
+    let model = Llama::init(&config, &parallel, &device).unwrap();
+    let group = ProcessGroup::single();
+    let batch = Batch::from_rows(&[(0..13).collect()]).unwrap();
+    let shard = batch.shard(&SequenceLayout::contiguous(13, 1).unwrap(), 0, &device).unwrap();
+    let expected = model.valid().loss(&shard, &group).unwrap().mean;
+    let loss = model.loss(&shard, &group).unwrap().mean;
+    assert_close("loss", &loss.clone().inner(), &expected, TOLERANCE);
+    let grads = loss.backward();
+    assert!(gradients(&model, &grads).iter().all(Option::is_some));
 }

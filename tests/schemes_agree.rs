@@ -82,8 +82,7 @@ fn many_ranks(case: Case, layout: &SequenceLayout, per_stage: Option<usize>) -> 
             .map(|x| x.to_data()))
     });
     std::array::from_fn(|i| {
-        let parts: Vec<Tensor<4>> =
-            parts.iter().map(|part| tensor(&part[i], DType::F64, &Device::flex())).collect();
+        let parts: Vec<Tensor<4>> = parts.iter().map(|part| tensor(&part[i], DType::F64, &Device::flex())).collect();
         layout.assemble(&parts, 1)
     })
 }
@@ -137,7 +136,10 @@ fn any_local_lengths(#[case] lengths: &[usize], #[values(true, false)] causal: b
 fn attention(scheme: AttentionScheme, heads: (usize, usize), device: &Device) -> UPipeAttention {
     struct Fill(u64);
     impl burn::module::ModuleMapper for Fill {
-        fn map_float<const D: usize>(&mut self, param: burn::module::Param<Tensor<D>>) -> burn::module::Param<Tensor<D>> {
+        fn map_float<const D: usize>(
+            &mut self,
+            param: burn::module::Param<Tensor<D>>,
+        ) -> burn::module::Param<Tensor<D>> {
             self.0 += 1;
             let seed = self.0;
             param.map(move |x| {
@@ -158,7 +160,12 @@ fn attention(scheme: AttentionScheme, heads: (usize, usize), device: &Device) ->
 type Answer = (Tensor<3>, Tensor<3>, Vec<TensorData>);
 
 /// y, dx and all parameter gradients on one rank.
-fn run(module: &UPipeAttention, x: Tensor<3>, dy: Tensor<3>, context: &SequenceContext) -> burn_context_parallel::Result<Answer> {
+fn run(
+    module: &UPipeAttention,
+    x: Tensor<3>,
+    dy: Tensor<3>,
+    context: &SequenceContext,
+) -> burn_context_parallel::Result<Answer> {
     let x = x.detach().require_grad();
     let y = module.forward_in(x.clone(), context)?;
     let grads = (y.clone() * dy).sum().backward();
@@ -203,8 +210,7 @@ fn module_is_the_same_on_ranks(
             Ok((y.to_data(), dx.to_data(), grads))
         });
         let join = |pick: fn(&(TensorData, TensorData, Vec<TensorData>)) -> &TensorData| {
-            let parts: Vec<Tensor<3>> =
-                answers.iter().map(|a| tensor(pick(a), DType::F64, &Device::flex())).collect();
+            let parts: Vec<Tensor<3>> = answers.iter().map(|a| tensor(pick(a), DType::F64, &Device::flex())).collect();
             layout.assemble(&parts, 1)
         };
         let case = format!("{heads:?} on {ranks}, {scheme:?}");
@@ -213,7 +219,11 @@ fn module_is_the_same_on_ranks(
         for (i, expected) in grads.iter().enumerate() {
             let flat = |data: &TensorData| {
                 let count = data.num_elements();
-                tensor::<1>(&TensorData::new(data.iter::<f64>().collect::<Vec<_>>(), [count]), DType::F64, &Device::flex())
+                tensor::<1>(
+                    &TensorData::new(data.iter::<f64>().collect::<Vec<_>>(), [count]),
+                    DType::F64,
+                    &Device::flex(),
+                )
             };
             let sum = answers.iter().map(|a| flat(&a.2[i])).reduce(|a, b| a + b).unwrap();
             assert_close(format!("{case}: gradient {i}"), &sum, &flat(expected), TOLERANCE);
@@ -255,7 +265,10 @@ fn lora_composes_with_upipe() {
     let adapted = |scheme| {
         struct Fill(u64);
         impl burn::module::ModuleMapper for Fill {
-            fn map_float<const D: usize>(&mut self, param: burn::module::Param<Tensor<D>>) -> burn::module::Param<Tensor<D>> {
+            fn map_float<const D: usize>(
+                &mut self,
+                param: burn::module::Param<Tensor<D>>,
+            ) -> burn::module::Param<Tensor<D>> {
                 self.0 += 1;
                 let seed = self.0;
                 let trained = param.base().is_require_grad();

@@ -34,7 +34,7 @@ proptest! {
     #[test]
     fn every_target_is_the_next_token_wherever_it_lies(len in 1usize..40, ranks in 1usize..7, seed in 0u64..1000) {
         let rows: Vec<Vec<i64>> = (0..2).map(|r| (0..len).map(|i| ((seed + r) * 31 + i as u64 * 7) as i64 % 50).collect()).collect();
-        let counts: Vec<bool> = (0..2 * len).map(|i| (i as u64 * 13 + seed) % 3 != 0).collect();
+        let counts: Vec<bool> = (0..2 * len).map(|i| !(i as u64 * 13 + seed).is_multiple_of(3)).collect();
         let mask = Tensor::<2, Bool>::from_data(TensorData::new(counts.clone(), [2, len]), &Device::flex());
         let batch = Batch::from_rows(&rows).unwrap().with_loss_mask(mask).unwrap();
         let layout = SequenceLayout::contiguous(len, ranks).unwrap();
@@ -94,7 +94,10 @@ fn rotary_positions_are_those_of_the_whole(#[values(2, 3, 5)] ranks: usize) {
 
 /// Fault of other systems: ranks inside the head dim in another order. Every element is `1000 token + head`.
 #[rstest]
-fn exchanged_heads_carry_their_codes(#[values((8, 8), (7, 7), (8, 2), (8, 1), (3, 3))] heads: (usize, usize), #[values(1, 2, 4)] ranks: usize) {
+fn exchanged_heads_carry_their_codes(
+    #[values((8, 8), (7, 7), (8, 2), (8, 1), (3, 3))] heads: (usize, usize),
+    #[values(1, 2, 4)] ranks: usize,
+) {
     on_ranks(ranks, move |world| {
         let layout = SequenceLayout::contiguous(9, world.size())?;
         let split = HeadSplit::new(heads.0, heads.1, world.size())?;
@@ -110,11 +113,13 @@ fn exchanged_heads_carry_their_codes(#[values((8, 8), (7, 7), (8, 2), (8, 1), (3
             assert_eq!(held.is_none(), own[world.rank()].is_empty());
             if let Some(held) = &held {
                 let held: Vec<f32> = held.to_data().iter::<f32>().collect();
-                let expected: Vec<f32> = (0..9).flat_map(|t| own[world.rank()].iter().map(move |h| (1000 * t + h) as f32)).collect();
+                let expected: Vec<f32> =
+                    (0..9).flat_map(|t| own[world.rank()].iter().map(move |h| (1000 * t + h) as f32)).collect();
                 assert_eq!(held, expected);
             }
             let back = exchange.to_sequence(held, &HeadShape::of(&mine), &world, &layout)?;
-            let holders: Vec<f32> = (0..count).map(|h| own.iter().filter(|own| own.contains(&h)).count() as f32).collect();
+            let holders: Vec<f32> =
+                (0..count).map(|h| own.iter().filter(|own| own.contains(&h)).count() as f32).collect();
             let times = Tensor::<4>::from_data(TensorData::new(holders, [1, 1, count, 1]), &Device::flex());
             assert_same_bits("and back, once for each holder", &back, &(mine * times));
         }
@@ -124,15 +129,21 @@ fn exchanged_heads_carry_their_codes(#[values((8, 8), (7, 7), (8, 2), (8, 1), (3
 
 /// "Sent once" counted where bytes leave, not in the schedule.
 #[rstest]
-fn upipe_sends_what_its_formula_says(#[values((8, 4, 2), (8, 2, 4), (12, 3, 3))] counts: (usize, usize, usize), #[values(1, 3, 8)] per_stage: usize) {
+fn upipe_sends_what_its_formula_says(
+    #[values((8, 4, 2), (8, 2, 4), (12, 3, 3))] counts: (usize, usize, usize),
+    #[values(1, 3, 8)] per_stage: usize,
+) {
     let (heads, kv_heads, ranks) = counts;
     let (local, dim) = (5, 4);
     let schedule = Schedule::new(heads, kv_heads, ranks, per_stage).unwrap();
     let (split, stated) = (schedule.split().clone(), schedule.clone());
     let sent = on_ranks(ranks, move |world: ProcessGroup| {
         let device = Device::flex().autodiff();
-        let context = SequenceContext::from_layout(&world, SequenceLayout::contiguous(local * world.size(), world.size())?, 1)?;
-        let part = |seed: u64, heads: usize| tensor::<4>(&values(seed, &[1, local, heads, dim]), DType::F32, &device).require_grad();
+        let context =
+            SequenceContext::from_layout(&world, SequenceLayout::contiguous(local * world.size(), world.size())?, 1)?;
+        let part = |seed: u64, heads: usize| {
+            tensor::<4>(&values(seed, &[1, local, heads, dim]), DType::F32, &device).require_grad()
+        };
         let (source, inputs) = Given::new(part(1, heads), part(2, kv_heads), part(3, kv_heads));
         let options = burn_context_parallel::flash::FlashOptions::causal();
         world.reset_traffic();
@@ -140,7 +151,8 @@ fn upipe_sends_what_its_formula_says(#[values((8, 4, 2), (8, 2, 4), (12, 3, 3))]
         let forward = world.traffic().of(Operation::AllToAll).sent + world.traffic().of(Operation::AllToAllUneven).sent;
         world.reset_traffic();
         out.sum().backward();
-        let backward = world.traffic().of(Operation::AllToAll).sent + world.traffic().of(Operation::AllToAllUneven).sent;
+        let backward =
+            world.traffic().of(Operation::AllToAll).sent + world.traffic().of(Operation::AllToAllUneven).sent;
         Ok((forward, backward))
     });
     for (rank, (forward, backward)) in sent.into_iter().enumerate() {
@@ -151,7 +163,11 @@ fn upipe_sends_what_its_formula_says(#[values((8, 4, 2), (8, 2, 4), (12, 3, 3))]
         let (all_q, all_kv) = (heads as u64, (0..ranks).map(|rank| split.keys(rank).len() as u64).sum::<u64>());
         // My tokens of the others' heads go out; my heads of the others' tokens go back.
         let to_heads = |all: u64, mine: u64| all - mine;
-        assert_eq!(forward, head * (to_heads(all_q, q) + 2 * to_heads(all_kv, kv) + q * others), "rank {rank}: forward");
+        assert_eq!(
+            forward,
+            head * (to_heads(all_q, q) + 2 * to_heads(all_kv, kv) + q * others),
+            "rank {rank}: forward"
+        );
         let gathered = head * (2 * to_heads(all_q, q) + 2 * to_heads(all_kv, kv)) + row * to_heads(all_q, q);
         assert_eq!(backward, gathered + head * others * (q + 2 * kv), "rank {rank}: backward");
     }

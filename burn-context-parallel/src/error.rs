@@ -38,20 +38,12 @@ pub enum Error {
 
 impl Error {
     /// An [`Error::Invalid`].
-    pub fn invalid(
-        operation: &'static str,
-        problem: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> Self {
+    pub fn invalid(operation: &'static str, problem: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self::Invalid { operation, problem: problem.into(), remedy: remedy.into() }
     }
 
     /// An [`Error::Unsupported`].
-    pub fn unsupported(
-        operation: &'static str,
-        what: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> Self {
+    pub fn unsupported(operation: &'static str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self::Unsupported { operation, what: what.into(), remedy: remedy.into() }
     }
 }

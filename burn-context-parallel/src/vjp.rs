@@ -21,9 +21,9 @@ use burn::backend::autodiff::grads::Gradients as Tape;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{
-    Autodiff, AutodiffBackend, Backend, BackendTensor, DispatchKindConversion, DispatchTensor,
-    DispatchTensorKind,
+    Autodiff, AutodiffBackend, Backend, BackendTensor, DispatchKindConversion, DispatchTensor, DispatchTensorKind,
 };
+use burn::tensor::kind::Basic;
 use burn::tensor::{Gradients, Tensor};
 
 /// A float tensor of any rank, with or without autodiff.
@@ -67,6 +67,28 @@ impl Inputs {
 /// Whether any gradient can flow to this tensor.
 fn is_autodiff(tensor: &AnyTensor) -> bool {
     matches!(tensor.kind, DispatchTensorKind::Autodiff(_))
+}
+
+/// `ids`, an int or bool tensor, on the autodiff device of `like`, or without autodiff if `like` has none: what a gather or a mask
+/// with a tracked tensor asks for. `Tensor::autodiff` gives the default checkpointing strategy, and Burn refuses to mix two.
+///
+/// A float tensor is returned as it is.
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_context_parallel::vjp::beside;
+///
+/// let x = Tensor::<2>::ones([1, 3], &Device::flex().autodiff().gradient_checkpointing()).require_grad();
+/// let ids = Tensor::<2, Int>::from_ints([[2]], &Device::flex());
+/// assert_eq!(x.clone().gather(1, beside(ids, &x)).dims(), [1, 1]);
+/// ```
+pub fn beside<const D: usize, const E: usize, K: Basic>(ids: Tensor<D, K>, like: &Tensor<E>) -> Tensor<D, K> {
+    if ids.dtype().is_float() {
+        return ids;
+    }
+    let mut ids = ids.into_dispatch();
+    ids.autodiff = like.clone().into_dispatch().autodiff;
+    Tensor::from_dispatch(ids)
 }
 
 /// Puts `output` on the tape as a function of `inputs`, with `backward` as its vector-Jacobian product.
@@ -119,8 +141,7 @@ fn record(like: &AnyTensor, inputs: Inputs, output: AnyTensor, backward: Backwar
     let DispatchTensorKind::Autodiff(kind) = &like.kind else {
         unreachable!("`like` was chosen for being an autodiff tensor");
     };
-    let balanced = like.autodiff
-        == DispatchAutodiffContext::Enabled(GradientCheckpointingStrategy::Balanced);
+    let balanced = like.autodiff == DispatchAutodiffContext::Enabled(GradientCheckpointingStrategy::Balanced);
     macro_rules! on {
         ($backend:ty) => {
             if balanced {
@@ -146,12 +167,8 @@ where
     C: CheckpointStrategy,
     DispatchTensor: DispatchKindConversion<B> + DispatchKindConversion<Autodiff<B, C>>,
 {
-    let mut step = Step {
-        parents: Vec::new(),
-        leaves: Vec::new(),
-        answers: inputs.parents.len() + inputs.leaves.len(),
-        backward,
-    };
+    let mut step =
+        Step { parents: Vec::new(), leaves: Vec::new(), answers: inputs.parents.len() + inputs.leaves.len(), backward };
     let mut guards = Vec::new();
     let first_leaf = inputs.parents.len();
     for (index, tensor) in inputs.parents.into_iter().enumerate() {
@@ -204,9 +221,7 @@ where
     C: CheckpointStrategy,
     DispatchTensor: DispatchKindConversion<B>,
 {
-    let Ok(guards) = <[NodeGuard; N]>::try_from(guards) else {
-        unreachable!("chosen by the number of guards")
-    };
+    let Ok(guards) = <[NodeGuard; N]>::try_from(guards) else { unreachable!("chosen by the number of guards") };
     match Backward::<B, N>::prepare::<C>(step, guards).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish((), output),
         OpsKind::UnTracked(prep) => prep.finish(output),
@@ -261,9 +276,7 @@ where
 /// If `y` is not tracked.
 pub fn pullback<const D: usize>(y: Tensor<D>, dy: Tensor<D>) -> Gradients {
     let zero = Tensor::<1>::zeros([1], (&y.device().inner(), y.dtype()));
-    let seeded = custom_vjp(Inputs::new().input(&y), zero, move |_: Tensor<1>| {
-        vec![Some(dy.into_dispatch())]
-    });
+    let seeded = custom_vjp(Inputs::new().input(&y), zero, move |_: Tensor<1>| vec![Some(dy.into_dispatch())]);
     drop(y);
     seeded.backward()
 }

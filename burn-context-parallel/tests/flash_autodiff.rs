@@ -4,9 +4,7 @@ mod common;
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Tensor};
-use burn_context_parallel::flash::{
-    FlashOps, FlashOptions, flash_attention, flash_attention_with_lse, reference,
-};
+use burn_context_parallel::flash::{FlashOps, FlashOptions, flash_attention, flash_attention_with_lse, reference};
 use common::{close, random, values};
 use rstest::rstest;
 
@@ -41,8 +39,7 @@ fn gradients_flow_through_either_output(#[values("out", "lse", "both")] uses: &s
         let options = FlashOptions::causal();
         let grads = |flash: bool| {
             let [q, k, v] = inputs(&device);
-            let attention =
-                if flash { flash_attention_with_lse } else { reference::attention_with_lse };
+            let attention = if flash { flash_attention_with_lse } else { reference::attention_with_lse };
             // Through another operation on either side: q is no leaf here, and `out` no root.
             let (out, lse) = attention(q.clone() * 2.0, k.clone(), v.clone(), &options).unwrap();
             let grads = loss(out, lse, uses).backward();

@@ -19,12 +19,7 @@ fn ones(shape: [usize; 4]) -> Tensor<4> {
 #[case::dimension([1, 4, 5, 8], [1, 4, 5, 16], [1, 4, 5, 16], "batch or head dimension of q and k differ")]
 #[case::lengths([1, 4, 5, 8], [1, 4, 5, 8], [1, 4, 6, 8], "k and v differ")]
 #[case::value_dimension([1, 4, 5, 8], [1, 4, 5, 8], [1, 4, 5, 4], "value head dimension of 4")]
-fn shapes_that_do_not_fit(
-    #[case] q: [usize; 4],
-    #[case] k: [usize; 4],
-    #[case] v: [usize; 4],
-    #[case] message: &str,
-) {
+fn shapes_that_do_not_fit(#[case] q: [usize; 4], #[case] k: [usize; 4], #[case] v: [usize; 4], #[case] message: &str) {
     let options = FlashOptions::causal();
     let errors = [
         flash_attention(ones(q), ones(k), ones(v), &options).unwrap_err(),
@@ -55,8 +50,7 @@ fn scales_that_are_not_finite(#[values(f64::NAN, f64::INFINITY, f64::NEG_INFINIT
 #[test]
 fn mixed_element_types() {
     let x = || ones([1, 1, 2, 4]);
-    let error =
-        flash_attention(x(), x(), x().cast(DType::BF16), &FlashOptions::full()).unwrap_err();
+    let error = flash_attention(x(), x(), x().cast(DType::BF16), &FlashOptions::full()).unwrap_err();
     assert!(error.to_string().contains("q is F32 and v is BF16"), "{error}");
 }
 

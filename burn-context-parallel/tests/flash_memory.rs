@@ -8,9 +8,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_context_parallel::flash::{
-    self, FlashOptions, FlashShape, backward_bytes, forward_bytes, reference,
-};
+use burn_context_parallel::flash::{self, FlashOptions, FlashShape, backward_bytes, forward_bytes, reference};
 use common::random;
 use rstest::rstest;
 
@@ -69,8 +67,7 @@ fn kernels(s: usize, dtype: DType) -> (usize, usize) {
     let [q, d_out] = [1, 2].map(|seed| random([b, h, s, d], seed, &device, dtype));
     let [k, v] = [3, 4].map(|seed| random([b, g, s, d], seed, &device, dtype));
     let options = FlashOptions::causal();
-    let ((out, lse), forward) =
-        peak(|| flash::forward(q.clone(), k.clone(), v.clone(), &options).unwrap());
+    let ((out, lse), forward) = peak(|| flash::forward(q.clone(), k.clone(), v.clone(), &options).unwrap());
     let delta = flash::delta(d_out.clone(), out);
     let (_, backward) = peak(|| flash::backward(q, k, v, d_out, lse, delta, &options).unwrap());
     (forward, backward)
@@ -105,11 +102,8 @@ fn kernels_hold_what_the_formulas_say(
 fn step(s: usize, flash: bool) -> usize {
     let device = Device::flex().autodiff();
     let FlashShape { batch: b, q_heads: h, kv_heads: g, head_dim: d, .. } = shape(s);
-    let leaf = |heads, seed| {
-        random([b, heads, s, d], seed, &device.clone().inner(), DType::F32)
-            .autodiff()
-            .require_grad()
-    };
+    let leaf =
+        |heads, seed| random([b, heads, s, d], seed, &device.clone().inner(), DType::F32).autodiff().require_grad();
     let (q, k, v): (Tensor<4>, Tensor<4>, Tensor<4>) = (leaf(h, 1), leaf(g, 2), leaf(g, 3));
     let attention = if flash { flash::flash_attention } else { reference::attention };
     peak(|| attention(q, k, v, &FlashOptions::causal()).unwrap().sum().backward()).1
@@ -124,10 +118,7 @@ fn doubling_the_sequence_at_most_doubles_the_peak() {
 
     // Guards: the allocator counts the results at least, and does see what O(S^2) is.
     let results = |s: usize| 4 * s * 32 * (2 * 4 + 2 * 2);
-    assert!(
-        short >= results(2048) && long >= results(4096),
-        "counted only {short} and {long} bytes"
-    );
+    assert!(short >= results(2048) && long >= results(4096), "counted only {short} and {long} bytes");
     let (short, long) = (step(512, false), step(1024, false));
     assert!(long as f64 >= 3.0 * short as f64, "plain attention: {short} bytes became {long}");
 }

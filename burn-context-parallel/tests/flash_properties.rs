@@ -3,9 +3,7 @@
 mod common;
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_context_parallel::flash::{
-    self, FlashOptions, flash_attention_with_lse, merge, reference,
-};
+use burn_context_parallel::flash::{self, FlashOptions, flash_attention_with_lse, merge, reference};
 use common::{close, difference, largest, random, values};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -27,20 +25,16 @@ struct Sizes {
 fn sizes() -> impl Strategy<Value = Sizes> {
     // Lengths around the tile size (96) and its fractions as well as tiny ones.
     let length = || prop_oneof![1usize..20, 90usize..103, 180usize..210];
-    let options = (
-        any::<bool>(),
-        prop_oneof![Just(None), (-1.5f64..1.5).prop_map(Some)],
-        -30i64..130,
-        -30i64..130,
-    );
+    let options = (any::<bool>(), prop_oneof![Just(None), (-1.5f64..1.5).prop_map(Some)], -30i64..130, -30i64..130);
     let dim = prop_oneof![1usize..20, Just(16), Just(32), Just(64), Just(80)];
-    ((1usize..3, 1usize..3, 1usize..4), length(), length(), dim, options, 0usize..4, any::<u64>())
-        .prop_map(|((b, g, group), sq, sk, d, (causal, scale, q, k), lie, seed)| {
+    ((1usize..3, 1usize..3, 1usize..4), length(), length(), dim, options, 0usize..4, any::<u64>()).prop_map(
+        |((b, g, group), sq, sk, d, (causal, scale, q, k), lie, seed)| {
             let base = if causal { FlashOptions::causal() } else { FlashOptions::full() };
             let mut options = base.with_offsets(q, k);
             options.scale = scale;
             Sizes { b, g, group, sq, sk, d, options, lie, seed }
-        })
+        },
+    )
 }
 
 impl Sizes {
@@ -52,9 +46,7 @@ impl Sizes {
             // [B, S, G, D], as projections leave them
             1 => random([b, sk, g, d], seed, device, dtype).swap_dims(1, 2),
             // part of a longer cache, with heads that are not ours
-            2 => {
-                random([b, g + 1, sk + 3, d], seed, device, dtype).narrow(1, 1, g).narrow(2, 2, sk)
-            }
+            2 => random([b, g + 1, sk + 3, d], seed, device, dtype).narrow(1, 1, g).narrow(2, 2, sk),
             // a last dimension that is not contiguous
             _ => random([b, g, d, sk], seed, device, dtype).swap_dims(2, 3),
         };
@@ -68,12 +60,8 @@ impl Sizes {
     }
 }
 
-type Attention = fn(
-    Tensor<4>,
-    Tensor<4>,
-    Tensor<4>,
-    &FlashOptions,
-) -> burn_context_parallel::Result<(Tensor<4>, Tensor<3>)>;
+type Attention =
+    fn(Tensor<4>, Tensor<4>, Tensor<4>, &FlashOptions) -> burn_context_parallel::Result<(Tensor<4>, Tensor<3>)>;
 
 /// out, dq, dk, dv, and lse, for a loss that uses both outputs.
 fn everything(attention: Attention, sizes: &Sizes, dtype: DType) -> ([Tensor<4>; 4], Tensor<3>) {
@@ -85,8 +73,7 @@ fn everything(attention: Attention, sizes: &Sizes, dtype: DType) -> ([Tensor<4>;
     // Rows without keys have no finite log-sum-exp to weigh.
     let empty = lse.clone().inner().equal_elem(f64::NEG_INFINITY);
     let finite = lse.clone().mask_fill(Tensor::from_inner(empty), 0.0);
-    let loss = (out.clone().cast(lse.dtype()) * d_out.cast(lse.dtype()).autodiff()).sum()
-        + (finite * rows).sum();
+    let loss = (out.clone().cast(lse.dtype()) * d_out.cast(lse.dtype()).autodiff()).sum() + (finite * rows).sum();
     let grads = loss.backward();
     let [dq, dk, dv] = [q, k, v].map(|t| t.grad(&grads).unwrap());
     ([out.inner(), dq, dk, dv], lse.inner())
@@ -94,20 +81,9 @@ fn everything(attention: Attention, sizes: &Sizes, dtype: DType) -> ([Tensor<4>;
 
 /// Differences are measured against the largest magnitude of a tensor, but not below 0.1: everything may be masked, and a
 /// query that sees one key has gradients that cancel to 0.
-fn near<const D: usize>(
-    what: &str,
-    got: &Tensor<D>,
-    wanted: &Tensor<D>,
-    tolerance: f64,
-) -> Result<(), TestCaseError> {
+fn near<const D: usize>(what: &str, got: &Tensor<D>, wanted: &Tensor<D>, tolerance: f64) -> Result<(), TestCaseError> {
     let (difference, scale) = (difference(got, wanted), largest(wanted).max(0.1));
-    prop_assert!(
-        difference <= tolerance * scale,
-        "{}: off by {:e}, largest {:e}",
-        what,
-        difference,
-        scale
-    );
+    prop_assert!(difference <= tolerance * scale, "{}: off by {:e}, largest {:e}", what, difference, scale);
     Ok(())
 }
 
@@ -115,12 +91,7 @@ fn compare(sizes: &Sizes, dtype: DType, tolerance: f64) -> Result<(), TestCaseEr
     // The inputs are random numbers rounded to `dtype`; the oracle sees those, in f64.
     let (got, lse) = everything(flash_attention_with_lse, sizes, dtype);
     let oracle: Attention = |q, k, v, options| {
-        reference::attention_with_lse(
-            q.cast(DType::F64),
-            k.cast(DType::F64),
-            v.cast(DType::F64),
-            options,
-        )
+        reference::attention_with_lse(q.cast(DType::F64), k.cast(DType::F64), v.cast(DType::F64), options)
     };
     let (wanted, wanted_lse) = everything(oracle, sizes, dtype);
     for (name, (got, wanted)) in ["out", "dq", "dk", "dv"].iter().zip(got.iter().zip(&wanted)) {
@@ -208,8 +179,7 @@ proptest! {
 #[rstest]
 fn scores_up_to_ten_thousand_keep_their_accuracy(#[values(100.0, 1000.0, 2500.0)] gain: f64) {
     let device = Device::flex();
-    let [q, k, v, d_out] =
-        [1, 2, 3, 4].map(|seed| random([1, 2, 130, 64], seed, &device, DType::F32));
+    let [q, k, v, d_out] = [1, 2, 3, 4].map(|seed| random([1, 2, 130, 64], seed, &device, DType::F32));
     let q = q * gain;
     let options = FlashOptions::causal();
     let run = |dtype: DType, attention: Attention| {
@@ -231,11 +201,7 @@ fn scores_up_to_ten_thousand_keep_their_accuracy(#[values(100.0, 1000.0, 2500.0)
 #[rstest]
 #[case::everything_earlier(i64::MAX, i64::MIN, FlashOptions::full())]
 #[case::everything_later(i64::MIN, i64::MAX, FlashOptions::causal().with_offsets(0, 1000))]
-fn no_offset_overflows(
-    #[case] q_offset: i64,
-    #[case] k_offset: i64,
-    #[case] same_as: FlashOptions,
-) {
+fn no_offset_overflows(#[case] q_offset: i64, #[case] k_offset: i64, #[case] same_as: FlashOptions) {
     let [q, k, v] = [1, 2, 3].map(|seed| random([1, 1, 100, 8], seed, &Device::flex(), DType::F32));
     let run = |options: FlashOptions| {
         let (out, lse) = flash::forward(q.clone(), k.clone(), v.clone(), &options).unwrap();
@@ -266,8 +232,10 @@ fn runs_and_thread_counts_agree_in_every_bit() {
 
 #[rstest]
 fn merging_is_stable_far_apart(
-    #[values((200.0, -200.0), (-200.0, 200.0), (f64::NEG_INFINITY, -3.0), (5.0, f64::NEG_INFINITY), (1e4, 1e4))]
-    lse: (f64, f64),
+    #[values((200.0, -200.0), (-200.0, 200.0), (f64::NEG_INFINITY, -3.0), (5.0, f64::NEG_INFINITY), (1e4, 1e4))] lse: (
+        f64,
+        f64,
+    ),
 ) {
     let device = Device::flex();
     let row = |x: f64| Tensor::<3>::full([1, 1, 1], x, (&device, DType::F32));
@@ -290,12 +258,8 @@ fn merging_is_stable_far_apart(
 #[test]
 fn merging_nothing_with_nothing_is_nothing() {
     let device = Device::flex();
-    let empty = || {
-        (
-            Tensor::<4>::zeros([1, 1, 2, 4], &device),
-            Tensor::<3>::full([1, 1, 2], f64::NEG_INFINITY, &device),
-        )
-    };
+    let empty =
+        || (Tensor::<4>::zeros([1, 1, 2, 4], &device), Tensor::<3>::full([1, 1, 2], f64::NEG_INFINITY, &device));
     let ((a, la), (b, lb)) = (empty(), empty());
     let (out, lse) = merge(a, la, b, lb);
     assert_eq!(values(&out), [0.0; 8]);

@@ -21,12 +21,8 @@ fn gradient_tolerance(case: &Case, device: &Device) -> f64 {
     (4.0 * 2f64.powi(-24) * largest(&scores)).max(5e-5)
 }
 
-type Attention = fn(
-    Tensor<4>,
-    Tensor<4>,
-    Tensor<4>,
-    &FlashOptions,
-) -> burn_context_parallel::Result<(Tensor<4>, Tensor<3>)>;
+type Attention =
+    fn(Tensor<4>, Tensor<4>, Tensor<4>, &FlashOptions) -> burn_context_parallel::Result<(Tensor<4>, Tensor<3>)>;
 
 #[rstest]
 fn agrees_with_pytorch(
@@ -41,8 +37,7 @@ fn agrees_with_pytorch(
         "large_scores"
     )]
     name: &str,
-    #[values(flash::flash_attention_with_lse, flash::reference::attention_with_lse)]
-    attention: Attention,
+    #[values(flash::flash_attention_with_lse, flash::reference::attention_with_lse)] attention: Attention,
 ) {
     let case = Case::read(name);
     assert!(case.beyond.is_empty());

@@ -4,9 +4,7 @@ use std::fmt::Debug;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_context_parallel::Error;
-use burn_context_parallel::group::{
-    LaunchError, Payload, ProcessGroup, ReduceOp, launch, launch_each,
-};
+use burn_context_parallel::group::{LaunchError, Payload, ProcessGroup, ReduceOp, launch, launch_each};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -75,9 +73,8 @@ fn all_to_all_uneven<T: Sample>(ranks: usize, dtype: DType) {
         n if n.is_multiple_of(3) => None,
         n => Some([n, 2]),
     };
-    let part = move |from, to| {
-        shape(from, to).map(|[n, m]| T::make(vec![(from * 8 + to) as f64; n * m], [n, m], dtype))
-    };
+    let part =
+        move |from, to| shape(from, to).map(|[n, m]| T::make(vec![(from * 8 + to) as f64; n * m], [n, m], dtype));
     run(ranks, move |world| {
         let me = world.rank();
         let parts = (0..ranks).map(|to| part(me, to)).collect();
@@ -263,9 +260,7 @@ fn a_maximum_does_not_hide_nan_and_integers_wrap() {
             assert!(max[0].is_nan() && max[1] == -1.0, "{max:?}");
         }
     }
-    let sums = run(2, |world| {
-        world.all_reduce(TensorData::from([i32::MAX, world.rank() as i32]), ReduceOp::Sum)
-    });
+    let sums = run(2, |world| world.all_reduce(TensorData::from([i32::MAX, world.rank() as i32]), ReduceOp::Sum));
     assert_eq!(sums[0], TensorData::from([-2i32, 1]));
 }
 
@@ -303,9 +298,7 @@ fn views_arrive_as_their_values() {
     }
     impl Arange for Tensor<1> {
         fn arange_float(start: i64, count: i64) -> Tensor<2> {
-            Tensor::<1, Int>::arange(start..start + count, &Device::flex())
-                .float()
-                .reshape([20, -1])
+            Tensor::<1, Int>::arange(start..start + count, &Device::flex()).float().reshape([20, -1])
         }
     }
 }
@@ -322,10 +315,7 @@ fn what_was_sent_does_not_change_afterwards() {
                 theirs = theirs * 2.0;
             }
             let other = (1 - world.rank()) as f32;
-            assert_eq!(
-                mine.into_data().try_to_vec::<f32>().unwrap()[7],
-                world.rank() as f32 + 100.0
-            );
+            assert_eq!(mine.into_data().try_to_vec::<f32>().unwrap()[7], world.rank() as f32 + 100.0);
             assert_eq!(theirs.into_data().try_to_vec::<f32>().unwrap()[4095], other * 1024.0);
             Ok(())
         });
@@ -342,9 +332,8 @@ fn a_subgroup_that_does_not_start_at_rank_0_counts_its_own_ranks() {
         let me = odd.rank();
         assert_eq!((odd.size(), odd.world_rank()), (3, 2 * me + 1));
         assert_eq!(odd.members(), [1, 3, 5]);
-        let at = |values: &[TensorData]| -> Vec<i32> {
-            values.iter().map(|v| v.try_to_vec::<i32>().unwrap()[0]).collect()
-        };
+        let at =
+            |values: &[TensorData]| -> Vec<i32> { values.iter().map(|v| v.try_to_vec::<i32>().unwrap()[0]).collect() };
         let value = |x: usize| TensorData::from([x as i32]);
         assert_eq!(at(&odd.all_gather(value(me))?), [0, 1, 2]);
         let parts = (0..3).map(|to| value(10 * me + to)).collect();

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_context_parallel::group::{
-    Aspect, Cause, GroupError, LaunchConfig, LaunchError, MAX_RANKS, Operation, Place,
-    ProcessGroup, ReduceOp, Site, launch, launch_each,
+    Aspect, Cause, GroupError, LaunchConfig, LaunchError, MAX_RANKS, Operation, Place, ProcessGroup, ReduceOp, Site,
+    launch, launch_each,
 };
 use burn_context_parallel::vjp::{Inputs, custom_vjp};
 use burn_context_parallel::{Error, OrRaise, raise};
@@ -22,9 +22,7 @@ fn call(group: &ProcessGroup, operation: Operation) -> Result<(), Error> {
     let p = group.size();
     match operation {
         Operation::AllToAll => group.all_to_all(vec![data(2); p]).map(drop),
-        Operation::AllToAllUneven => {
-            group.all_to_all_uneven(vec![Some(data(2)); p], &vec![Some(vec![2]); p]).map(drop)
-        }
+        Operation::AllToAllUneven => group.all_to_all_uneven(vec![Some(data(2)); p], &vec![Some(vec![2]); p]).map(drop),
         Operation::AllGather => group.all_gather(data(2)).map(drop),
         Operation::AllGatherUneven => group.all_gather_uneven(data(2)).map(drop),
         Operation::ReduceScatter => group.reduce_scatter(vec![data(2); p], ReduceOp::Sum).map(drop),
@@ -63,12 +61,7 @@ enum End {
 }
 
 /// What every rank says when one ends before `operation`; all others are in it, or come to it later.
-fn outcomes(
-    end: End,
-    operation: Operation,
-    culprit: usize,
-    config: LaunchConfig,
-) -> Vec<Result<(), LaunchError>> {
+fn outcomes(end: End, operation: Operation, culprit: usize, config: LaunchConfig) -> Vec<Result<(), LaunchError>> {
     launch_each(config, move |world| -> Result<(), BoxError> {
         world.barrier()?;
         if world.rank() == culprit {
@@ -192,9 +185,7 @@ fn launch_blames_a_rank_that_returned_through_one_that_waited() {
 /// A rank that hangs in its own code is left behind; launch returns.
 #[test]
 fn launch_returns_without_a_rank_that_hangs() {
-    let config = LaunchConfig::new(2)
-        .with_timeout(Duration::from_millis(50))
-        .with_grace(Duration::from_millis(20));
+    let config = LaunchConfig::new(2).with_timeout(Duration::from_millis(50)).with_grace(Duration::from_millis(20));
     let error = launch(config, |world| -> Result<(), Error> {
         if world.rank() == 1 {
             hang();
@@ -233,8 +224,7 @@ fn a_failure_in_one_group_releases_ranks_that_wait_in_others() {
 /// Rank 0 waits for 1, which waits for 2, which hangs: 2 is named, not 1.
 #[test]
 fn a_timeout_names_the_rank_at_the_end_of_the_chain() {
-    let config =
-        LaunchConfig::new(3).with_timeout(Duration::from_secs(2)).with_grace(Duration::ZERO);
+    let config = LaunchConfig::new(3).with_timeout(Duration::from_secs(2)).with_grace(Duration::ZERO);
     let error = launch(config, |world| -> Result<(), Error> {
         match world.rank() {
             0 => world.subgroup(&[0, 1])?.barrier(),
@@ -243,9 +233,7 @@ fn a_timeout_names_the_rank_at_the_end_of_the_chain() {
         }
     })
     .unwrap_err();
-    let Some(GroupError { rank: 2, cause: Cause::TimedOut { missing, .. }, .. }) =
-        error.group_error()
-    else {
+    let Some(GroupError { rank: 2, cause: Cause::TimedOut { missing, .. }, .. }) = error.group_error() else {
         panic!("{error}");
     };
     assert_eq!(missing, &[2]);
@@ -264,9 +252,7 @@ fn groups_entered_in_different_orders_time_out() {
     })
     .unwrap();
     for outcome in &outcomes {
-        assert!(
-            matches!(&failure(outcome).cause, Cause::TimedOut { missing, .. } if !missing.is_empty())
-        );
+        assert!(matches!(&failure(outcome).cause, Cause::TimedOut { missing, .. } if !missing.is_empty()));
         assert_eq!(failure(outcome), failure(&outcomes[0]));
     }
 }
@@ -416,9 +402,7 @@ fn consequences_do_not_replace_the_origin() {
     .unwrap();
     let origin = GroupError {
         rank: 5,
-        operation: Site::Outside {
-            after: Some(place(Operation::Barrier, 0, &(0..8).collect::<Vec<_>>())),
-        },
+        operation: Site::Outside { after: Some(place(Operation::Barrier, 0, &(0..8).collect::<Vec<_>>())) },
         cause: Cause::Failed("first".into()),
     };
     let message = outcomes[7].as_ref().unwrap_err().to_string();
@@ -473,11 +457,7 @@ fn the_longest_timeout_works() {
 fn every_error_reads_as_a_sentence_with_a_remedy() {
     let here = || Site::Collective(place(Operation::AllReduce, 4, &[0, 2]));
     let claim = |rank, says: &str| burn_context_parallel::group::Claim { rank, says: says.into() };
-    let disagreed = Cause::Disagreed {
-        on: Aspect::Shape,
-        ours: claim(0, "[2, 3]"),
-        theirs: claim(2, "[2, 4]"),
-    };
+    let disagreed = Cause::Disagreed { on: Aspect::Shape, ours: claim(0, "[2, 3]"), theirs: claim(2, "[2, 4]") };
     let timed_out = Cause::TimedOut { after: Duration::from_secs(600), missing: vec![2] };
     let after = Site::Outside { after: Some(place(Operation::Barrier, 0, &[0, 2])) };
     let sentences = [

@@ -89,16 +89,8 @@ fn a_mesh_can_divide_a_subgroup() {
 }
 
 #[rstest]
-#[case(
-    shape(2, 1, 3),
-    4,
-    "data=2 x ulysses=3 needs 6 ranks, 4 were launched: launch 6, or use ulysses=2"
-)]
-#[case(
-    shape(3, 2, 1),
-    8,
-    "data=3 x ring=2 needs 6 ranks, 8 were launched: launch 6, or use data=4"
-)]
+#[case(shape(2, 1, 3), 4, "data=2 x ulysses=3 needs 6 ranks, 4 were launched: launch 6, or use ulysses=2")]
+#[case(shape(3, 2, 1), 8, "data=3 x ring=2 needs 6 ranks, 8 were launched: launch 6, or use data=4")]
 #[case(shape(1, 1, 1), 4, "data=1 needs 1 rank, 4 were launched: launch 1, or use ulysses=4")]
 #[case(
     shape(3, 2, 5),
@@ -120,9 +112,6 @@ fn a_shape_that_does_not_fit_says_the_whole_equation(
 fn a_mesh_of_one_needs_no_launch() {
     let mesh = Mesh::single();
     assert_eq!(mesh.axis(Axis::Ulysses).size(), 1);
-    assert_eq!(
-        Mesh::new(&ProcessGroup::single(), MeshShape::default()).unwrap().coordinates(),
-        mesh.coordinates()
-    );
+    assert_eq!(Mesh::new(&ProcessGroup::single(), MeshShape::default()).unwrap().coordinates(), mesh.coordinates());
     assert!(Mesh::new(&ProcessGroup::single(), shape(1, 1, 2)).is_err());
 }

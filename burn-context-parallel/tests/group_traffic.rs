@@ -6,10 +6,7 @@ use burn_context_parallel::group::{
     Axis, Count, DIRECT_BYTES, Mesh, MeshShape, Operation, ProcessGroup, ReduceOp, Traffic, launch,
 };
 
-fn traffic(
-    ranks: usize,
-    f: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
-) -> Vec<Traffic> {
+fn traffic(ranks: usize, f: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static) -> Vec<Traffic> {
     launch(ranks, move |world| f(&world).map(|()| world.traffic())).unwrap()
 }
 
@@ -55,11 +52,8 @@ fn every_operation_counts_what_crossed() {
 fn uneven_operations_count_each_direction() {
     let traffic = traffic(3, |world| {
         let me = world.rank();
-        let part = |from: usize, to: usize| {
-            (from < to).then(|| TensorData::new(vec![0u8; from + 1], [from + 1]))
-        };
-        let expected: Vec<_> =
-            (0..3).map(|from| part(from, me).map(|p| p.shape().to_vec())).collect();
+        let part = |from: usize, to: usize| (from < to).then(|| TensorData::new(vec![0u8; from + 1], [from + 1]));
+        let expected: Vec<_> = (0..3).map(|from| part(from, me).map(|p| p.shape().to_vec())).collect();
         world.all_to_all_uneven((0..3).map(|to| part(me, to)).collect(), &expected)?;
         world.all_gather_uneven(TensorData::new(vec![0u16; me], [me]))?;
         Ok(())
@@ -78,8 +72,7 @@ fn uneven_operations_count_each_direction() {
 fn a_large_all_reduce_sends_two_parts_of_p_and_a_small_one_sends_all() {
     let limit = (DIRECT_BYTES / 4) as usize;
     let small = traffic(4, move |world| world.all_reduce(value(limit), ReduceOp::Sum).map(drop));
-    let large =
-        traffic(4, move |world| world.all_reduce(value(limit + 4), ReduceOp::Sum).map(drop));
+    let large = traffic(4, move |world| world.all_reduce(value(limit + 4), ReduceOp::Sum).map(drop));
     for traffic in small {
         assert_eq!(traffic.total(), count(1, 3 * DIRECT_BYTES, 3 * DIRECT_BYTES));
     }

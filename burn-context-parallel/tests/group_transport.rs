@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_context_parallel::group::{
-    Body, Call, Cause, Counters, GroupError, Parcel, Payload, ProcessGroup, ReduceOp, Transport,
-    launch,
+    Body, Call, Cause, Counters, GroupError, Parcel, Payload, ProcessGroup, ReduceOp, Transport, launch,
 };
 use burn_context_parallel::{Error, Result};
 
@@ -78,8 +77,7 @@ fn a_transport_through_host_memory_gives_the_same_values_and_counts() {
         let handles = everything(&world)?;
         let counted = world.traffic();
         world.reset_traffic();
-        let wrapped =
-            ProcessGroup::from_transport(Arc::new(ThroughHost(world.transport().clone())));
+        let wrapped = ProcessGroup::from_transport(Arc::new(ThroughHost(world.transport().clone())));
         let through_host = everything(&wrapped)?;
         assert_eq!(handles.len(), 16);
         Ok::<_, Error>((handles == through_host, counted == wrapped.traffic()))
@@ -90,8 +88,7 @@ fn a_transport_through_host_memory_gives_the_same_values_and_counts() {
 #[test]
 fn a_subgroup_keeps_its_transport() {
     launch(4, |world| {
-        let wrapped =
-            ProcessGroup::from_transport(Arc::new(ThroughHost(world.transport().clone())));
+        let wrapped = ProcessGroup::from_transport(Arc::new(ThroughHost(world.transport().clone())));
         let half = wrapped.subgroup(&if world.rank() < 2 { [0, 1] } else { [2, 3] })?;
         assert!(format!("{:?}", half.transport()).starts_with("ThroughHost"));
         assert_eq!(half.shift(value(world.rank(), 1), 1)?.dims(), [5, 1]);
@@ -109,10 +106,7 @@ fn a_parcel_is_cut_where_it_lies() {
         assert_eq!((parcel.shape(), parcel.elements(), parcel.bytes()), (&[5, 4][..], 20, 80));
         let pieces = parcel.cut(&[3, 3, 20]).unwrap();
         for (piece, range) in pieces.into_iter().zip([0..3, 3..3, 3..20]) {
-            assert_eq!(
-                (piece.shape(), piece.bytes()),
-                (&[range.len()][..], 4 * range.len() as u64)
-            );
+            assert_eq!((piece.shape(), piece.bytes()), (&[range.len()][..], 4 * range.len() as u64));
             let read: Vec<f32> = bytemuck::pod_collect_to_vec(&piece.read().unwrap()[..]);
             assert_eq!(read, flat[range.clone()]);
             let tensor = Tensor::<1>::unpack(piece, None).unwrap();

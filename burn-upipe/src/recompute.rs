@@ -175,7 +175,14 @@ struct Total {
 }
 
 impl Total {
-    fn add_input<const D: usize>(&mut self, dx: Option<Tensor<D>>, tile: [usize; D], dim: usize, start: usize, whole: usize) {
+    fn add_input<const D: usize>(
+        &mut self,
+        dx: Option<Tensor<D>>,
+        tile: [usize; D],
+        dim: usize,
+        start: usize,
+        whole: usize,
+    ) {
         let Some(dx) = dx else { return };
         if dim >= D || tile[dim] == whole {
             self.input = Some(dx.into_dispatch());
@@ -291,11 +298,8 @@ impl Witness {
             })
             .map(|sample| sample.reshape([1]))
             .collect::<Vec<Tensor<1>>>();
-        let samples = if samples.is_empty() {
-            Vec::new()
-        } else {
-            Tensor::cat(samples, 0).into_data().iter::<f32>().collect()
-        };
+        let samples =
+            if samples.is_empty() { Vec::new() } else { Tensor::cat(samples, 0).into_data().iter::<f32>().collect() };
         Self { samples }
     }
 
@@ -304,9 +308,8 @@ impl Witness {
         let tolerance = if matches!(y.dtype(), DType::F32 | DType::F64) { 1e-3 } else { 1e-2 };
         let again = Self::of(&y.clone().inner());
         let largest = self.samples.iter().chain(&again.samples).fold(0f32, |max, value| max.max(value.abs()));
-        let differs = |(a, b): (&f32, &f32)| {
-            (a - b).abs() > tolerance * largest && !(a.is_nan() && b.is_nan()) && a != b
-        };
+        let differs =
+            |(a, b): (&f32, &f32)| (a - b).abs() > tolerance * largest && !(a.is_nan() && b.is_nan()) && a != b;
         if let Some(at) = self.samples.iter().zip(&again.samples).position(differs) {
             raise(Error::invalid(
                 name,

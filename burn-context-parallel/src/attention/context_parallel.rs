@@ -105,7 +105,10 @@ impl ContextParallel {
         if layout.ranks() != self.group.size() || dim >= D || dims[dim] != layout.local_len(rank) {
             return Err(Error::invalid(
                 "ContextParallel::unshard",
-                format!("a part of shape {dims:?} at dim {dim} on rank {rank} of {}; the layout is {layout}", self.group.size()),
+                format!(
+                    "a part of shape {dims:?} at dim {dim} on rank {rank} of {}; the layout is {layout}",
+                    self.group.size()
+                ),
                 "pass the rank's own part, the dim of its tokens, and the layout that it was cut with",
             ));
         }

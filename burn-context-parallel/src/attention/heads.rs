@@ -125,8 +125,7 @@ impl fmt::Display for HeadSplit {
 
 /// Whether `runs` is what the flash operation calls grouped-query attention: each of the `kv_heads` in turn, equally often.
 fn uniform(runs: &[HeadRun], kv_heads: usize) -> bool {
-    runs.len() == kv_heads
-        && runs.iter().enumerate().all(|(i, run)| run.kv == i && run.queries == runs[0].queries)
+    runs.len() == kv_heads && runs.iter().enumerate().all(|(i, run)| run.kv == i && run.queries == runs[0].queries)
 }
 
 /// Attention of query heads that read key/value heads in `runs`: one flash call if the runs are uniform, else one a run.

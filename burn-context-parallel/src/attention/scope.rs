@@ -145,9 +145,9 @@ impl SequenceContext {
     pub fn rotary(&self, frequencies: &RotaryFrequencies, dtype: DType, device: &Device) -> RotaryTable {
         let device = device.clone().inner();
         let mut tables = self.inner.tables.lock().unwrap_or_else(|poison| poison.into_inner());
-        let known = tables.iter().find(|entry| {
-            entry.frequencies == *frequencies && entry.dtype == dtype && entry.device == device
-        });
+        let known = tables
+            .iter()
+            .find(|entry| entry.frequencies == *frequencies && entry.dtype == dtype && entry.device == device);
         if let Some(entry) = known {
             return entry.table.clone();
         }

@@ -113,8 +113,7 @@ pub fn ulysses(
                 let delta = delta.squeeze_dim::<3>(3).swap_dims(1, 2);
                 let runs = runs(&scheme.split, group.rank());
                 let d_out = d_out.swap_dims(1, 2);
-                let (dq, dk, dv) =
-                    attend_backward(q, k, v, d_out, lse, delta, &runs, None, &options).or_raise();
+                let (dq, dk, dv) = attend_backward(q, k, v, d_out, lse, delta, &runs, None, &options).or_raise();
                 [dq, dk, dv].map(|grad| Some(grad.swap_dims(1, 2)))
             }
             _ => [None, None, None],
@@ -124,11 +123,7 @@ pub fn ulysses(
             let grad = exchange.to_sequence(grad, &like, &group, layout).or_raise();
             Some(grad.swap_dims(1, 2).into_dispatch())
         };
-        vec![
-            back(dq, &scheme.q, &q_layout),
-            back(dk, &scheme.kv, &kv_layout),
-            back(dv, &scheme.kv, &kv_layout),
-        ]
+        vec![back(dq, &scheme.q, &q_layout), back(dk, &scheme.kv, &kv_layout), back(dv, &scheme.kv, &kv_layout)]
     }))
 }
 

@@ -169,9 +169,7 @@ pub fn reduce_scatter<const D: usize>(
     let inputs = Inputs::new().input(&x);
     let y = scatter(x.inner(), dim, sizes, group)?;
     let group = group.clone();
-    Ok(custom_vjp(inputs, y, move |dy: Tensor<D>| {
-        vec![Some(gather(dy, dim, &group).or_raise().0.into_dispatch())]
-    }))
+    Ok(custom_vjp(inputs, y, move |dy: Tensor<D>| vec![Some(gather(dy, dim, &group).or_raise().0.into_dispatch())]))
 }
 
 fn scatter<const D: usize>(x: Tensor<D>, dim: usize, sizes: &[usize], group: &ProcessGroup) -> Result<Tensor<D>> {
@@ -209,9 +207,7 @@ pub fn shift<const D: usize>(x: Tensor<D>, by: isize, group: &ProcessGroup) -> R
     let inputs = Inputs::new().input(&x);
     let y = group.shift(x.inner(), by)?;
     let group = group.clone();
-    Ok(custom_vjp(inputs, y, move |dy: Tensor<D>| {
-        vec![Some(group.shift(dy, -by).or_raise().into_dispatch())]
-    }))
+    Ok(custom_vjp(inputs, y, move |dy: Tensor<D>| vec![Some(group.shift(dy, -by).or_raise().into_dispatch())]))
 }
 
 fn check_dims<const D: usize>(name: &'static str, x: &Tensor<D>, dims: &[usize]) -> Result<()> {

@@ -43,9 +43,7 @@ pub fn broadcast<const D: usize>(x: Tensor<D>, root: usize, group: &ProcessGroup
     let inputs = Inputs::new().input(&x);
     let y = copy(x.inner(), root, group)?;
     let group = group.clone();
-    Ok(custom_vjp(inputs, y, move |dy: Tensor<D>| {
-        vec![Some(sum_onto(dy, root, &group).or_raise().into_dispatch())]
-    }))
+    Ok(custom_vjp(inputs, y, move |dy: Tensor<D>| vec![Some(sum_onto(dy, root, &group).or_raise().into_dispatch())]))
 }
 
 /// The sum of `x` over ranks on the root, zeros elsewhere. Adjoint: [`broadcast`] from the root.
@@ -62,9 +60,7 @@ pub fn reduce<const D: usize>(x: Tensor<D>, root: usize, group: &ProcessGroup) -
     let inputs = Inputs::new().input(&x);
     let y = sum_onto(x.inner(), root, group)?;
     let group = group.clone();
-    Ok(custom_vjp(inputs, y, move |dy: Tensor<D>| {
-        vec![Some(copy(dy, root, &group).or_raise().into_dispatch())]
-    }))
+    Ok(custom_vjp(inputs, y, move |dy: Tensor<D>| vec![Some(copy(dy, root, &group).or_raise().into_dispatch())]))
 }
 
 fn copy<const D: usize>(x: Tensor<D>, root: usize, group: &ProcessGroup) -> Result<Tensor<D>> {
@@ -81,11 +77,7 @@ fn check_root(name: &'static str, root: usize, group: &ProcessGroup) -> Result<(
     if root < group.size() {
         return Ok(());
     }
-    Err(Error::invalid(
-        name,
-        format!("root {root} in a group of {} ranks", group.size()),
-        "name a rank of the group",
-    ))
+    Err(Error::invalid(name, format!("root {root} in a group of {} ranks", group.size()), "name a rank of the group"))
 }
 
 /// Sums every trainable parameter's gradient over the ranks of `group`: what each rank's `backward()` gave is its own part.
@@ -100,11 +92,7 @@ fn check_root(name: &'static str, root: usize, group: &ProcessGroup) -> Result<(
 /// # Communication
 ///
 /// One all-reduce a parameter, of its size.
-pub fn sum_gradients<M: Module>(
-    grads: GradientsParams,
-    module: &M,
-    group: &ProcessGroup,
-) -> Result<GradientsParams> {
+pub fn sum_gradients<M: Module>(grads: GradientsParams, module: &M, group: &ProcessGroup) -> Result<GradientsParams> {
     if group.size() == 1 {
         return Ok(grads);
     }

@@ -25,12 +25,7 @@ pub struct FlashShape {
 
 impl FlashShape {
     /// The sizes behind `q [B, H, Sq, D]` and `k`, `v` `[B, G, Sk, D]`.
-    pub(crate) fn of(
-        operation: &'static str,
-        q: [usize; 4],
-        k: [usize; 4],
-        v: [usize; 4],
-    ) -> Result<Self> {
+    pub(crate) fn of(operation: &'static str, q: [usize; 4], k: [usize; 4], v: [usize; 4]) -> Result<Self> {
         let shapes = format!("q is {q:?}, k is {k:?}, v is {v:?}");
         let remedy = "give q [B, H, Sq, D] and k, v [B, G, Sk, D]";
         if k[..3] != v[..3] {
@@ -39,10 +34,7 @@ impl FlashShape {
         if k[3] != v[3] {
             return Err(Error::unsupported(
                 operation,
-                format!(
-                    "a value head dimension of {} beside a key head dimension of {}",
-                    v[3], k[3]
-                ),
+                format!("a value head dimension of {} beside a key head dimension of {}", v[3], k[3]),
                 "project keys and values to the same head dimension",
             ));
         }
@@ -115,10 +107,7 @@ fn check_places(operation: &'static str, tensors: &[(&'static str, DispatchTenso
             _ => {
                 return Err(Error::unsupported(
                     operation,
-                    format!(
-                        "flash attention on {:?} devices is not built yet; {name} there",
-                        tensor.device()
-                    ),
+                    format!("flash attention on {:?} devices is not built yet; {name} there", tensor.device()),
                     "use a Flex device, or flash::reference::attention",
                 ));
             }
@@ -158,12 +147,7 @@ pub(crate) fn check_inputs(
 }
 
 /// Shapes and element types only: what [`reference`](super::reference) asks for, on any device.
-pub(crate) fn check_plain(
-    operation: &'static str,
-    q: &Tensor<4>,
-    k: &Tensor<4>,
-    v: &Tensor<4>,
-) -> Result<FlashShape> {
+pub(crate) fn check_plain(operation: &'static str, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<FlashShape> {
     row_dtype(operation, q.dtype())?;
     for (name, tensor) in [("k", k), ("v", v)] {
         if tensor.dtype() != q.dtype() {

@@ -24,12 +24,7 @@ use burn::tensor::{DType, Tensor};
 /// # References
 ///
 /// Online normalizer calculation for softmax, arXiv 1805.02867.
-pub fn merge(
-    out_a: Tensor<4>,
-    lse_a: Tensor<3>,
-    out_b: Tensor<4>,
-    lse_b: Tensor<3>,
-) -> (Tensor<4>, Tensor<3>) {
+pub fn merge(out_a: Tensor<4>, lse_a: Tensor<3>, out_b: Tensor<4>, lse_b: Tensor<3>) -> (Tensor<4>, Tensor<3>) {
     let dtype = if out_a.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let [lse_a, lse_b] = [lse_a, lse_b].map(|t| t.cast(dtype));
     let [out_a, out_b] = [out_a, out_b].map(|t| t.cast(dtype));

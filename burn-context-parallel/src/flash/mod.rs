@@ -96,12 +96,7 @@ pub use options::FlashOptions;
 /// assert!(error.to_string().contains("4 query heads cannot share 3 key/value heads"));
 /// # Ok::<(), burn_context_parallel::Error>(())
 /// ```
-pub fn flash_attention(
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    options: &FlashOptions,
-) -> Result<Tensor<4>> {
+pub fn flash_attention(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &FlashOptions) -> Result<Tensor<4>> {
     Ok(run("flash_attention", q, k, v, options)?.0)
 }
 
@@ -143,12 +138,7 @@ pub fn flash_attention_with_lse(
 /// # Memory
 ///
 /// `forward_bytes`.
-pub fn forward(
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    options: &FlashOptions,
-) -> Result<(Tensor<4>, Tensor<3>)> {
+pub fn forward(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &FlashOptions) -> Result<(Tensor<4>, Tensor<3>)> {
     for (name, tensor) in [("q", &q), ("k", &k), ("v", &v)] {
         check::check_untracked("flash::forward", name, tensor)?;
     }
@@ -163,12 +153,7 @@ fn run(
     options: &FlashOptions,
 ) -> Result<(Tensor<4>, Tensor<3>)> {
     check::check_inputs(operation, &q, &k, &v, options)?;
-    let (out, lse) = Dispatch::flash_forward(
-        q.into_dispatch(),
-        k.into_dispatch(),
-        v.into_dispatch(),
-        options.clone(),
-    );
+    let (out, lse) = Dispatch::flash_forward(q.into_dispatch(), k.into_dispatch(), v.into_dispatch(), options.clone());
     Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
 }
 

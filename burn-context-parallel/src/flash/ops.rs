@@ -127,8 +127,7 @@ fn row_dot<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>, dtype: DType) -> Fl
     if shape.num_elements() == 0 {
         return B::float_zeros(rows, &a.device(), dtype.into());
     }
-    let cast =
-        |t: FloatTensor<B>| if t.dtype() == dtype { t } else { B::float_cast(t, dtype.into()) };
+    let cast = |t: FloatTensor<B>| if t.dtype() == dtype { t } else { B::float_cast(t, dtype.into()) };
     B::float_reshape(B::float_sum_dim(B::float_mul(cast(a), cast(b)), 3), rows)
 }
 
@@ -145,15 +144,7 @@ impl<B: Backend + FlashOps, C: CheckpointStrategy> FlashOps for Autodiff<B, C> {
         match prep {
             OpsKind::Tracked(prep) => {
                 let d_lse = Stash::<B>::default();
-                let saved = Saved {
-                    q,
-                    k,
-                    v,
-                    out: out.clone(),
-                    lse: lse.clone(),
-                    d_lse: d_lse.clone(),
-                    options,
-                };
+                let saved = Saved { q, k, v, out: out.clone(), lse: lse.clone(), d_lse: d_lse.clone(), options };
                 let tracked = prep.finish(saved, out.clone());
                 let lse = match LseStep.prepare::<C>([tracked.node()]).compute_bound().stateful() {
                     OpsKind::Tracked(prep) => prep.finish((d_lse, out), lse),
@@ -161,9 +152,7 @@ impl<B: Backend + FlashOps, C: CheckpointStrategy> FlashOps for Autodiff<B, C> {
                 };
                 (tracked, lse)
             }
-            OpsKind::UnTracked(prep) => {
-                (prep.finish(out), <Self as AutodiffBackend>::from_inner(lse))
-            }
+            OpsKind::UnTracked(prep) => (prep.finish(out), <Self as AutodiffBackend>::from_inner(lse)),
         }
     }
 

@@ -55,8 +55,7 @@ impl FlashOptions {
     /// Whether query `i` of the block sees key `j` of the block.
     pub fn sees(&self, i: usize, j: usize) -> bool {
         // In i128: no pair of offsets overflows.
-        !self.causal
-            || j as i128 + i128::from(self.k_offset) <= i as i128 + i128::from(self.q_offset)
+        !self.causal || j as i128 + i128::from(self.k_offset) <= i as i128 + i128::from(self.q_offset)
     }
 
     /// The scale in use for a head dimension.

@@ -20,12 +20,7 @@ use crate::Result;
 /// # Memory
 ///
 /// O(B H Sq Sk): about 3 such tensors of f32 forward, 5 with the backward pass; and k and v once per query head.
-pub fn attention(
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    options: &FlashOptions,
-) -> Result<Tensor<4>> {
+pub fn attention(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &FlashOptions) -> Result<Tensor<4>> {
     Ok(attention_with_lse(q, k, v, options)?.0)
 }
 
@@ -52,20 +47,13 @@ pub fn attention_with_lse(
         let out = Tensor::zeros(shape.q(), (&device, dtype));
         return Ok((out, Tensor::full(shape.rows(), lse, (&device, compute))));
     }
-    let spread = |t: Tensor<4>| {
-        t.cast(compute)
-            .reshape([b, g, 1, sk, d])
-            .expand([b, g, h / g, sk, d])
-            .reshape([b, h, sk, d])
-    };
+    let spread =
+        |t: Tensor<4>| t.cast(compute).reshape([b, g, 1, sk, d]).expand([b, g, h / g, sk, d]).reshape([b, h, sk, d]);
     let (k, v) = (spread(k), spread(v));
     let scores = q.cast(compute).matmul(k.swap_dims(2, 3)) * options.resolved_scale(d);
-    let hidden: Vec<bool> = (0..sq)
-        .flat_map(|i| (0..sk).map(move |j| (i, j)))
-        .map(|(i, j)| !options.sees(i, j))
-        .collect();
-    let hidden =
-        Tensor::<2, Bool>::from_data(TensorData::new(hidden, [sq, sk]), &device.clone().inner());
+    let hidden: Vec<bool> =
+        (0..sq).flat_map(|i| (0..sk).map(move |j| (i, j))).map(|(i, j)| !options.sees(i, j)).collect();
+    let hidden = Tensor::<2, Bool>::from_data(TensorData::new(hidden, [sq, sk]), &device.clone().inner());
     let hidden: Tensor<4, Bool> = hidden.unsqueeze::<4>().expand([b, h, sq, sk]);
     let scores = scores.mask_fill(hidden, f64::NEG_INFINITY);
 

@@ -173,9 +173,7 @@ impl Call {
             say: impl Fn(&T) -> String,
         ) -> Option<(Aspect, String, String)> {
             match (ours, theirs) {
-                (Some(ours), Some(theirs)) if ours != theirs => {
-                    Some((aspect, say(ours), say(theirs)))
-                }
+                (Some(ours), Some(theirs)) if ours != theirs => Some((aspect, say(ours), say(theirs))),
                 _ => None,
             }
         }
@@ -185,9 +183,7 @@ impl Call {
         }
         differ(Aspect::Kind, (&self.kind, &other.kind), Kind::to_string)
             .or_else(|| differ(Aspect::DType, (&self.dtype, &other.dtype), |d| d.name().into()))
-            .or_else(|| {
-                differ(Aspect::Argument, (&self.argument, &other.argument), Argument::to_string)
-            })
+            .or_else(|| differ(Aspect::Argument, (&self.argument, &other.argument), Argument::to_string))
             .or_else(|| differ(Aspect::Dims, (&self.dims, &other.dims), usize::to_string))
             .or_else(|| {
                 differ(Aspect::Shape, (&self.shapes, &other.shapes), |shapes| match &shapes[..] {
@@ -214,10 +210,7 @@ pub struct Announcement<'a> {
 /// What is wrong between two members of a group, if anything: the calls, or a part that is sent and expected differently.
 ///
 /// For transports: a transport whose ranks can see each other's announcements decides by this.
-pub fn disagreement(
-    one: &Announcement<'_>,
-    other: &Announcement<'_>,
-) -> Option<(Aspect, Claim, Claim)> {
+pub fn disagreement(one: &Announcement<'_>, other: &Announcement<'_>) -> Option<(Aspect, Claim, Claim)> {
     if let Some((aspect, ours, theirs)) = one.call.difference(other.call) {
         let ours = Claim { rank: one.rank, says: ours };
         return Some((aspect, ours, Claim { rank: other.rank, says: theirs }));
@@ -225,10 +218,7 @@ pub fn disagreement(
     unexpected(one, other).or_else(|| unexpected(other, one))
 }
 
-fn unexpected(
-    sender: &Announcement<'_>,
-    receiver: &Announcement<'_>,
-) -> Option<(Aspect, Claim, Claim)> {
+fn unexpected(sender: &Announcement<'_>, receiver: &Announcement<'_>) -> Option<(Aspect, Claim, Claim)> {
     let expected = receiver.call.expects.as_ref()?.get(sender.index)?.as_deref();
     let sent = sender.parcels.get(receiver.index)?.as_ref().map(Parcel::shape);
     let say = |shape: Option<&[usize]>| match shape {
@@ -238,10 +228,6 @@ fn unexpected(
     (expected != sent).then(|| {
         let to = format!("it sends {} to rank {}", say(sent), receiver.rank);
         let from = format!("it expects {} from rank {}", say(expected), sender.rank);
-        (
-            Aspect::Part,
-            Claim { rank: receiver.rank, says: from },
-            Claim { rank: sender.rank, says: to },
-        )
+        (Aspect::Part, Claim { rank: receiver.rank, says: from }, Claim { rank: sender.rank, says: to })
     })
 }

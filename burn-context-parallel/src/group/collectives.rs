@@ -149,11 +149,7 @@ impl ProcessGroup {
         }
         let own = part.clone();
         let part = self.transport.prepare(part)?;
-        let mut call = Call {
-            dtype: Some(part.dtype()),
-            dims: Some(part.shape().len()),
-            ..self.begin::<T>(operation)
-        };
+        let mut call = Call { dtype: Some(part.dtype()), dims: Some(part.shape().len()), ..self.begin::<T>(operation) };
         if operation == Operation::AllGather {
             call.shapes = Some(vec![part.shape().to_vec()]);
         }
@@ -273,8 +269,7 @@ impl ProcessGroup {
             ));
         }
         if self.size() == 1 {
-            return value
-                .map_or_else(|| unreachable!("just checked"), |v| T::unpack(v, home.as_ref()));
+            return value.map_or_else(|| unreachable!("just checked"), |v| T::unpack(v, home.as_ref()));
         }
         let call = Call {
             dtype: value.as_ref().map(Parcel::dtype),
@@ -370,18 +365,12 @@ fn pack_all<T: Payload>(parts: Vec<T>) -> Result<(Vec<Parcel>, Option<Device>)> 
     Ok((parts, home))
 }
 
-fn unpack_all<T: Payload>(
-    parts: impl IntoIterator<Item = Parcel>,
-    home: Option<&Device>,
-) -> Result<Vec<T>> {
+fn unpack_all<T: Payload>(parts: impl IntoIterator<Item = Parcel>, home: Option<&Device>) -> Result<Vec<T>> {
     parts.into_iter().map(|part| T::unpack(part, home)).collect()
 }
 
 /// The element type of all parts.
-fn one_dtype<'a>(
-    operation: Operation,
-    parts: impl Iterator<Item = &'a Parcel>,
-) -> Result<Option<burn::tensor::DType>> {
+fn one_dtype<'a>(operation: Operation, parts: impl Iterator<Item = &'a Parcel>) -> Result<Option<burn::tensor::DType>> {
     let mut dtype = None;
     for part in parts {
         let first = *dtype.get_or_insert(part.dtype());

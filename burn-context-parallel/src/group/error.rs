@@ -111,9 +111,7 @@ impl fmt::Display for Site {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Collective(place) => write!(f, "in {place}"),
-            Self::Outside { after: None } => {
-                f.write_str("outside a collective, before the first one")
-            }
+            Self::Outside { after: None } => f.write_str("outside a collective, before the first one"),
             Self::Outside { after: Some(place) } => {
                 write!(f, "outside a collective, after {place}")
             }

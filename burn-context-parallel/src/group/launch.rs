@@ -35,12 +35,7 @@ pub struct LaunchConfig {
 impl LaunchConfig {
     /// Ranks with a timeout of 600 s, a grace of 5 s and stacks of 16 MiB.
     pub fn new(ranks: usize) -> Self {
-        Self {
-            ranks,
-            timeout: Duration::from_secs(600),
-            grace: Duration::from_secs(5),
-            stack: 16 << 20,
-        }
+        Self { ranks, timeout: Duration::from_secs(600), grace: Duration::from_secs(5), stack: 16 << 20 }
     }
 
     /// Another timeout.
@@ -218,10 +213,7 @@ where
 /// # Errors
 ///
 /// [`LaunchError::Refused`], as [`launch`]; what ranks do is in the outcomes.
-pub fn launch_each<T, E, F>(
-    config: impl Into<LaunchConfig>,
-    f: F,
-) -> Result<Vec<Result<T, LaunchError>>, LaunchError>
+pub fn launch_each<T, E, F>(config: impl Into<LaunchConfig>, f: F) -> Result<Vec<Result<T, LaunchError>>, LaunchError>
 where
     T: Send + 'static,
     E: Into<Box<dyn StdError + Send + Sync>>,
@@ -237,10 +229,7 @@ enum Event<T> {
     Failed,
 }
 
-fn run<T, E, F>(
-    config: LaunchConfig,
-    f: F,
-) -> Result<(Outcomes<T>, Option<GroupError>), LaunchError>
+fn run<T, E, F>(config: LaunchConfig, f: F) -> Result<(Outcomes<T>, Option<GroupError>), LaunchError>
 where
     T: Send + 'static,
     E: Into<BoxError>,
@@ -278,10 +267,7 @@ where
         match builder.spawn(body) {
             Ok(thread) => threads.push(Some(thread)),
             Err(source) => {
-                world.fail(
-                    rank,
-                    Cause::Failed(format!("its thread could not be started: {source}")),
-                );
+                world.fail(rank, Cause::Failed(format!("its thread could not be started: {source}")));
                 outcomes[rank] = Some(Err(LaunchError::NotStarted { rank, source }));
                 // The ranks after it are not started at all; they have nothing to say but the failure.
                 for (rank, outcome) in outcomes.iter_mut().enumerate().skip(rank + 1) {
@@ -311,9 +297,8 @@ where
     F: Fn(ProcessGroup) -> Result<T, E>,
 {
     let group = ProcessGroup::from_transport(Arc::new(world.endpoint(rank)));
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        catch(|| f(group).map_err(Into::into)).map_err(BoxError::from).flatten()
-    }));
+    let outcome =
+        catch_unwind(AssertUnwindSafe(|| catch(|| f(group).map_err(Into::into)).map_err(BoxError::from).flatten()));
     match outcome {
         Ok(Ok(value)) => {
             world.depart(rank);
@@ -353,9 +338,7 @@ fn collect<T>(
     while outcomes.iter().any(Option::is_none) {
         let event = match deadline {
             None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            Some(deadline) => {
-                inbox.recv_timeout(Instant::saturating_duration_since(&deadline, Instant::now()))
-            }
+            Some(deadline) => inbox.recv_timeout(Instant::saturating_duration_since(&deadline, Instant::now())),
         };
         match event {
             Ok(Event::Done(rank, outcome)) => {

@@ -92,24 +92,18 @@ impl MeshShape {
             );
         }
         let Some(needed) = self.ranks() else {
-            return refuse(
-                format!("{self} is more ranks than can be counted"),
-                "use smaller degrees".into(),
-            );
+            return refuse(format!("{self} is more ranks than can be counted"), "use smaller degrees".into());
         };
         // One degree changed is the smallest remedy; prefer an axis that is in use.
         let in_use = Axis::ALL.into_iter().rev().filter(|&axis| self.degree(axis) > 1);
         let unused = Axis::ALL.into_iter().rev().filter(|&axis| self.degree(axis) == 1);
         let fits = in_use.chain(unused).find_map(|axis| {
             let others = needed / self.degree(axis);
-            (ranks > 0 && ranks.is_multiple_of(others))
-                .then(|| format!("{axis}={}", ranks / others))
+            (ranks > 0 && ranks.is_multiple_of(others)).then(|| format!("{axis}={}", ranks / others))
         });
         let remedy = match fits {
             Some(degree) => format!("launch {needed}, or use {degree}"),
-            None => format!(
-                "launch {needed}, or change several degrees so that they multiply to {ranks}"
-            ),
+            None => format!("launch {needed}, or change several degrees so that they multiply to {ranks}"),
         };
         let plural = if needed == 1 { "rank" } else { "ranks" };
         refuse(format!("{self} needs {needed} {plural}, {ranks} were launched"), remedy)

@@ -62,10 +62,7 @@ pub struct ProcessGroup {
 
 impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ProcessGroup")
-            .field("rank", &self.rank())
-            .field("members", &self.members())
-            .finish()
+        f.debug_struct("ProcessGroup").field("rank", &self.rank()).field("members", &self.members()).finish()
     }
 }
 
@@ -138,9 +135,8 @@ impl ProcessGroup {
     /// # Ok::<(), burn_context_parallel::group::LaunchError>(())
     /// ```
     pub fn subgroup(&self, members: &[usize]) -> Result<Self> {
-        let refuse = |problem: &str, remedy: &str| {
-            Err(Error::invalid("subgroup", format!("{members:?} {problem}"), remedy))
-        };
+        let refuse =
+            |problem: &str, remedy: &str| Err(Error::invalid("subgroup", format!("{members:?} {problem}"), remedy));
         if !members.is_sorted_by(|a, b| a < b) {
             return refuse("is not ascending", "list every rank once, in order");
         }

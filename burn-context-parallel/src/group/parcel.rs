@@ -45,22 +45,12 @@ impl fmt::Debug for Parcel {
 impl Parcel {
     /// Host memory.
     pub fn from_data(data: TensorData) -> Self {
-        Self {
-            shape: data.shape().to_vec(),
-            dtype: data.dtype(),
-            device: None,
-            body: Body::Host(Arc::new(data), None),
-        }
+        Self { shape: data.shape().to_vec(), dtype: data.dtype(), device: None, body: Body::Host(Arc::new(data), None) }
     }
 
     /// A tensor without autodiff, on `device`.
     pub fn from_tensor(tensor: DispatchTensor, device: Device) -> Self {
-        Self {
-            shape: tensor.shape().to_vec(),
-            dtype: tensor.dtype(),
-            device: Some(device),
-            body: Body::Tensor(tensor),
-        }
+        Self { shape: tensor.shape().to_vec(), dtype: tensor.dtype(), device: Some(device), body: Body::Tensor(tensor) }
     }
 
     /// Its shape.
@@ -182,10 +172,7 @@ impl Parcel {
             shape: vec![range.len()],
             dtype,
             device: device.clone(),
-            body: Body::Host(
-                data.clone(),
-                Some(offset + range.start * size..offset + range.end * size),
-            ),
+            body: Body::Host(data.clone(), Some(offset + range.start * size..offset + range.end * size)),
         });
         Ok(pieces.collect())
     }
@@ -264,19 +251,13 @@ mod flex {
     pub fn tensor(body: &Body) -> Option<&FlexTensor> {
         let Body::Tensor(tensor) = body else { return None };
         match &tensor.kind {
-            DispatchTensorKind::Flex(BackendTensor::Float(tensor) | BackendTensor::Int(tensor)) => {
-                Some(tensor)
-            }
+            DispatchTensorKind::Flex(BackendTensor::Float(tensor) | BackendTensor::Int(tensor)) => Some(tensor),
             _ => None,
         }
     }
 
     pub fn body(tensor: FlexTensor) -> Body {
-        let tensor = if tensor.dtype().is_float() {
-            BackendTensor::Float(tensor)
-        } else {
-            BackendTensor::Int(tensor)
-        };
+        let tensor = if tensor.dtype().is_float() { BackendTensor::Float(tensor) } else { BackendTensor::Int(tensor) };
         Body::Tensor(DispatchTensor {
             kind: DispatchTensorKind::Flex(tensor),
             autodiff: DispatchAutodiffContext::Disabled,

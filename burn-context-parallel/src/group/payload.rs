@@ -70,11 +70,7 @@ impl<const D: usize> Payload for Tensor<D> {
             ));
         }
         if matches!(self.dtype(), DType::QFloat(_)) {
-            return Err(Error::unsupported(
-                "a collective",
-                "a quantized tensor",
-                "dequantize it before it travels",
-            ));
+            return Err(Error::unsupported("a collective", "a quantized tensor", "dequantize it before it travels"));
         }
         let device = self.device();
         Ok(Parcel::from_tensor(self.into_dispatch(), device))
@@ -141,9 +137,7 @@ fn deliver(parcel: Parcel, home: Option<&Device>) -> Result<Delivery> {
         ));
     };
     match parcel.body() {
-        Body::Tensor(tensor) if parcel.device() == Some(&device) => {
-            Ok(Delivery::Here(tensor.clone()))
-        }
+        Body::Tensor(tensor) if parcel.device() == Some(&device) => Ok(Delivery::Here(tensor.clone())),
         _ => Ok(Delivery::Upload(parcel.into_data()?, device)),
     }
 }

@@ -66,13 +66,8 @@ impl fmt::Debug for World {
 
 impl World {
     /// A world of `ranks` threads; `alarm` is called when it fails.
-    pub fn new(
-        ranks: usize,
-        timeout: Duration,
-        alarm: impl Fn() + Send + Sync + 'static,
-    ) -> Arc<Self> {
-        let state =
-            State { departed: vec![false; ranks], last: vec![None; ranks], ..State::default() };
+    pub fn new(ranks: usize, timeout: Duration, alarm: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
+        let state = State { departed: vec![false; ranks], last: vec![None; ranks], ..State::default() };
         Arc::new(Self { timeout, state: Mutex::new(state), alarm: Box::new(alarm) })
     }
 
@@ -98,9 +93,9 @@ impl World {
     pub fn depart(&self, rank: usize) {
         let mut state = self.lock();
         state.departed[rank] = true;
-        let missed = state.incomplete().find(|(board, round)| {
-            board.members.binary_search(&rank).is_ok_and(|index| round.pinned[index].is_none())
-        });
+        let missed = state
+            .incomplete()
+            .find(|(board, round)| board.members.binary_search(&rank).is_ok_and(|index| round.pinned[index].is_none()));
         if let Some(operation) = missed.map(|(_, round)| Site::Collective(round.place.clone())) {
             self.record(&mut state, GroupError { rank, operation, cause: Cause::Departed });
         }
@@ -142,11 +137,7 @@ impl State {
         }
         let members: Arc<[usize]> = members.into();
         self.names.insert(members.clone(), self.boards.len());
-        self.boards.push(Board {
-            next: vec![0; members.len()],
-            rounds: HashMap::new(),
-            members: members.clone(),
-        });
+        self.boards.push(Board { next: vec![0; members.len()], rounds: HashMap::new(), members: members.clone() });
         (self.boards.len() - 1, members)
     }
 
@@ -200,20 +191,11 @@ pub(super) struct Endpoint {
 
 impl Endpoint {
     /// Pins a call to its round, and finds out whether it fits.
-    fn enter(
-        &self,
-        state: &mut State,
-        call: &Call,
-        parcels: Vec<Option<Parcel>>,
-    ) -> Result<Arc<Condvar>, GroupError> {
+    fn enter(&self, state: &mut State, call: &Call, parcels: Vec<Option<Parcel>>) -> Result<Arc<Condvar>, GroupError> {
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
-        let place = Place {
-            operation: call.operation,
-            sequence: call.sequence,
-            members: self.members.clone(),
-        };
+        let place = Place { operation: call.operation, sequence: call.sequence, members: self.members.clone() };
         state.last[self.members[self.index]] = Some(place.clone());
         let board = &mut state.boards[self.board];
         let round = board.rounds.entry((call.sequence, call.step)).or_insert_with(|| Round {
@@ -237,20 +219,14 @@ impl Endpoint {
         let missing = self.members.iter().zip(&round.pinned).filter(|(_, pinned)| pinned.is_none());
         let gone = missing.map(|(&rank, _)| rank).find(|&rank| state.departed[rank]);
         if let Some(rank) = gone {
-            let failure =
-                GroupError { rank, operation: Site::Collective(place), cause: Cause::Departed };
+            let failure = GroupError { rank, operation: Site::Collective(place), cause: Cause::Departed };
             return Err(self.world.record(state, failure));
         }
         Ok(bell)
     }
 
     /// Whether this call contradicts one that is pinned.
-    fn dispute(
-        &self,
-        round: &Round,
-        call: &Call,
-        parcels: &[Option<Parcel>],
-    ) -> Option<(usize, Cause)> {
+    fn dispute(&self, round: &Round, call: &Call, parcels: &[Option<Parcel>]) -> Option<(usize, Cause)> {
         let me = Announcement { index: self.index, rank: self.members[self.index], call, parcels };
         round.pinned.iter().enumerate().find_map(|(index, pinned)| {
             let (call, parcels) = pinned.as_ref()?;
@@ -328,9 +304,7 @@ impl Transport for Endpoint {
             state = match deadline.map(|d| d.saturating_duration_since(Instant::now())) {
                 None => bell.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Some(Duration::ZERO) => return Err(self.give_up(&mut state, key).into()),
-                Some(left) => {
-                    bell.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
-                }
+                Some(left) => bell.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0,
             };
         }
     }

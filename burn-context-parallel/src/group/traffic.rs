@@ -44,11 +44,7 @@ impl fmt::Display for Traffic {
         let row = |f: &mut fmt::Formatter<'_>, name: &str, count: Count| {
             write!(f, "{name:<18}{:>8}{:>16}{:>16}", count.calls, count.sent, count.received)
         };
-        writeln!(
-            f,
-            "{:<18}{:>8}{:>16}{:>16}",
-            "operation", "calls", "bytes sent", "bytes received"
-        )?;
+        writeln!(f, "{:<18}{:>8}{:>16}{:>16}", "operation", "calls", "bytes sent", "bytes received")?;
         for operation in Operation::ALL {
             let count = self.of(operation);
             if count != Count::default() {

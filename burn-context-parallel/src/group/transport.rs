@@ -131,8 +131,7 @@ pub trait Transport: fmt::Debug + Send + Sync {
             let values = complete(exchange_counted(self, call, vec![Some(value); ranks])?)?;
             return Ok(label.onto(reduce(&values, op)?));
         }
-        let ends: Vec<_> =
-            (1..=ranks).map(|i| (i as u128 * elements as u128 / ranks as u128) as usize).collect();
+        let ends: Vec<_> = (1..=ranks).map(|i| (i as u128 * elements as u128 / ranks as u128) as usize).collect();
         let pieces = value.cut(&ends)?.into_iter().map(Some).collect();
         let pieces = complete(exchange_counted(self, call, pieces)?)?;
         let mine = Parcel::from_data(reduce(&pieces, op)?);

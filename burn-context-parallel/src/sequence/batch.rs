@@ -108,12 +108,8 @@ impl Batch {
     pub fn with_loss_mask(mut self, mask: Tensor<2, Bool>) -> Result<Self> {
         self.expect_dims("Batch::with_loss_mask", mask.dims())?;
         let mask: Vec<bool> = mask.into_data().iter::<bool>().collect();
-        let labels: Vec<i64> = self
-            .tokens
-            .iter()
-            .zip(mask)
-            .map(|(token, counts)| if counts { *token } else { IGNORE_INDEX })
-            .collect();
+        let labels: Vec<i64> =
+            self.tokens.iter().zip(mask).map(|(token, counts)| if counts { *token } else { IGNORE_INDEX }).collect();
         self.targets = shift(&labels, self.len);
         Ok(self)
     }
@@ -126,11 +122,8 @@ impl Batch {
     /// [`Error::Invalid`] if the labels' shape is not the tokens'.
     pub fn with_labels(mut self, labels: Tensor<2, Int>) -> Result<Self> {
         self.expect_dims("Batch::with_labels", labels.dims())?;
-        let labels: Vec<i64> = labels
-            .into_data()
-            .iter::<i64>()
-            .map(|label| if label < 0 { IGNORE_INDEX } else { label })
-            .collect();
+        let labels: Vec<i64> =
+            labels.into_data().iter::<i64>().map(|label| if label < 0 { IGNORE_INDEX } else { label }).collect();
         self.targets = shift(&labels, self.len);
         Ok(self)
     }

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use burn::tensor::{Element, Tensor};
 
+use crate::group::MAX_RANKS;
 use crate::{Error, Result};
 
 /// Which global indices `0..padded_len` each rank holds, in the order in which they lie in its shard.
@@ -47,7 +48,8 @@ impl SequenceLayout {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `len` or `ranks` is zero.
+    /// [`Error::Invalid`] if `len` or `ranks` is zero, there are more than [`MAX_RANKS`] ranks, or the
+    /// padded length does not fit a `usize`.
     pub fn contiguous(len: usize, ranks: usize) -> Result<Self> {
         const NAME: &str = "SequenceLayout::contiguous";
         if len == 0 || ranks == 0 {
@@ -58,6 +60,13 @@ impl SequenceLayout {
             ));
         }
         let local = len.div_ceil(ranks);
+        if ranks > MAX_RANKS || local.checked_mul(ranks).is_none() {
+            return Err(Error::invalid(
+                NAME,
+                format!("{len} tokens on {ranks} ranks"),
+                format!("use fewer tokens, and at most {MAX_RANKS} ranks"),
+            ));
+        }
         let shards = (0..ranks).map(|rank| vec![rank * local..(rank + 1) * local]).collect();
         Ok(Self { len, shards })
     }
@@ -66,13 +75,20 @@ impl SequenceLayout {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if there is no rank, or one without tokens.
+    /// [`Error::Invalid`] if there is no rank, one without tokens, or more tokens than a `usize` counts.
     pub fn from_lengths(lengths: &[usize]) -> Result<Self> {
         if lengths.is_empty() || lengths.contains(&0) {
             return Err(Error::invalid(
                 "SequenceLayout::from_lengths",
                 format!("local lengths {lengths:?}"),
                 "give every rank at least one token, or use SequenceLayout::contiguous, which pads",
+            ));
+        }
+        if lengths.iter().try_fold(0usize, |sum, length| sum.checked_add(*length)).is_none() {
+            return Err(Error::invalid(
+                "SequenceLayout::from_lengths",
+                format!("local lengths {lengths:?}"),
+                "use fewer tokens",
             ));
         }
         let mut start = 0;
@@ -153,11 +169,8 @@ impl SequenceLayout {
         dim: usize,
     ) -> Tensor<D, K> {
         assert_eq!(parts.len(), self.ranks(), "one part per rank");
-        let mut pieces: Vec<_> = self
-            .pieces()
-            .iter()
-            .map(|piece| parts[piece.rank].clone().narrow(dim, piece.local, piece.len))
-            .collect();
+        let mut pieces: Vec<_> =
+            self.pieces().iter().map(|piece| parts[piece.rank].clone().narrow(dim, piece.local, piece.len)).collect();
         if pieces.len() == 1 { pieces.remove(0) } else { Tensor::cat(pieces, dim) }
     }
 
@@ -220,5 +233,20 @@ impl fmt::Display for SequenceLayout {
             write!(f, "]")?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_that_nobody_can_count_are_errors() {
+        for (len, ranks) in [(0, 1), (1, 0), (usize::MAX, 2), (2, usize::MAX)] {
+            assert!(SequenceLayout::contiguous(len, ranks).is_err(), "{len} tokens on {ranks} ranks");
+        }
+        for lengths in [&[][..], &[1, 0], &[usize::MAX, 2]] {
+            assert!(SequenceLayout::from_lengths(lengths).is_err(), "{lengths:?}");
+        }
     }
 }

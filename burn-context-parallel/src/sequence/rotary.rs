@@ -24,20 +24,19 @@ impl RotaryFrequencies {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `head_dim` is odd or zero, or `theta` is not a positive number.
+    /// [`Error::Invalid`] if `head_dim` is odd or zero, or `theta` is not a positive number in f32.
     pub fn new(head_dim: usize, theta: f64) -> Result<Self> {
         const NAME: &str = "RotaryFrequencies::new";
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             return Err(Error::invalid(NAME, format!("head_dim {head_dim}"), "rotary pairs need an even head_dim"));
         }
-        if !(theta.is_finite() && theta > 0.0) {
+        // In f32, as it is used: 1e300 would be infinite, and all frequencies but the first zero.
+        if !((theta as f32).is_normal() && theta > 0.0) {
             return Err(Error::invalid(NAME, format!("theta {theta}"), "use a positive number, such as 10000"));
         }
         let half = head_dim / 2;
         // In f32, as PyTorch computes them: pretrained weights expect these very frequencies.
-        let inv_freq = (0..half)
-            .map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32))
-            .collect();
+        let inv_freq = (0..half).map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32)).collect();
         Ok(Self { inv_freq })
     }
 
@@ -126,4 +125,16 @@ pub fn apply_rotary(x: Tensor<4>, table: &RotaryTable) -> Tensor<4> {
 /// The adjoint of [`apply_rotary`]: a rotation back, for gradients without autodiff.
 pub fn apply_rotary_adjoint(dy: Tensor<4>, table: &RotaryTable) -> Tensor<4> {
     table.rotate(dy, -1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_gives_no_frequencies_is_an_error() {
+        for (head_dim, theta) in [(0, 1e4), (3, 1e4), (4, 0.0), (4, -1.0), (4, f64::NAN), (4, 1e300), (4, 1e-300)] {
+            assert!(RotaryFrequencies::new(head_dim, theta).is_err(), "head_dim {head_dim}, theta {theta}");
+        }
+    }
 }

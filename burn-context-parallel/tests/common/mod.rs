@@ -24,11 +24,7 @@ impl Case {
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
         let options = &header.metadata().as_ref().unwrap()["options"];
         let json: serde_json::Value = serde_json::from_str(options).unwrap();
-        let base = if json["causal"].as_bool().unwrap() {
-            FlashOptions::causal()
-        } else {
-            FlashOptions::full()
-        };
+        let base = if json["causal"].as_bool().unwrap() { FlashOptions::causal() } else { FlashOptions::full() };
         let options = base
             .with_scale(json["scale"].as_f64().unwrap())
             .with_offsets(json["q_offset"].as_i64().unwrap(), json["k_offset"].as_i64().unwrap());
@@ -44,11 +40,7 @@ impl Case {
         let file = SafeTensors::deserialize(&self.bytes).unwrap();
         let view = file.tensor(name).unwrap();
         assert_eq!(view.dtype(), safetensors::Dtype::F32);
-        let values: Vec<f32> = view
-            .data()
-            .chunks_exact(4)
-            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-            .collect();
+        let values: Vec<f32> = view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
         Tensor::from_data(TensorData::new(values, view.shape().to_vec()), (device, DType::F32))
     }
 }
@@ -78,12 +70,7 @@ pub fn close<const D: usize>(what: &str, got: &Tensor<D>, wanted: &Tensor<D>, to
 }
 
 /// Standard normal numbers from a seed.
-pub fn random<const D: usize>(
-    shape: [usize; D],
-    seed: u64,
-    device: &Device,
-    dtype: DType,
-) -> Tensor<D> {
+pub fn random<const D: usize>(shape: [usize; D], seed: u64, device: &Device, dtype: DType) -> Tensor<D> {
     // splitmix64 and Box-Muller: no dependence on a crate's generator, so that failures reproduce.
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03;
     let mut uniform = || {

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_context_parallel::attention::current;
 use burn_context_parallel::group::{ProcessGroup, ReduceOp};
 use burn_context_parallel::sequence::IGNORE_INDEX;
-use burn_context_parallel::vjp::{Inputs, custom_vjp};
+use burn_context_parallel::vjp::{Inputs, beside, custom_vjp};
 use burn_context_parallel::{Error, Result, catch, raise};
 
 use super::tiles;
@@ -124,7 +124,13 @@ where
 
     // Untiled is one tile that the tape keeps in full.
     let cut = tile.map_or_else(|| vec![local], |tile| tiles(local, tile));
-    let starts: Vec<usize> = cut.iter().scan(0, |end, len| { *end += len; Some(*end - len) }).collect();
+    let starts: Vec<usize> = cut
+        .iter()
+        .scan(0, |end, len| {
+            *end += len;
+            Some(*end - len)
+        })
+        .collect();
     let lengths = cut.clone();
     let f = move |module: &M, x: Tensor<3>, i: usize| {
         let targets = targets.clone().narrow(1, starts[i], lengths[i]);
@@ -139,7 +145,8 @@ where
         }
         summed(logits, targets)
     };
-    let sum = catch(|| if tile.is_some() { recompute(NAME, module, x, 1, cut, Join::Sum, f) } else { f(module, x, 0) })?;
+    let sum =
+        catch(|| if tile.is_some() { recompute(NAME, module, x, 1, cut, Join::Sum, f) } else { f(module, x, 0) })?;
 
     let scope = current();
     let group = group.or(scope.as_ref().map(|context| context.group()));
@@ -154,11 +161,7 @@ fn summed(logits: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<1> {
     let targets = targets.reshape([batch * len, 1]);
     let ignored = targets.clone().equal_elem(IGNORE_INDEX);
     let targets = targets.mask_fill(ignored.clone(), 0);
-    let (targets, ignored) = if logits.is_autodiff() {
-        (targets.autodiff(), ignored.autodiff())
-    } else {
-        (targets, ignored)
-    };
+    let (targets, ignored) = (beside(targets, &logits), beside(ignored, &logits));
     let losses = -log_softmax(logits, 1).gather(1, targets);
     // Selected, not multiplied by zero: a NaN at a padding position must not spread.
     losses.mask_fill(ignored, 0.0).sum()

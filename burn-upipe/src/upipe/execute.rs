@@ -2,8 +2,7 @@
 
 use burn::tensor::Tensor;
 use burn_context_parallel::attention::{
-    HeadRun, HeadShape, SequenceContext, attend, attend_backward, gather_tokens, return_tokens,
-    select_heads,
+    HeadRun, HeadShape, SequenceContext, attend, attend_backward, gather_tokens, return_tokens, select_heads,
 };
 use burn_context_parallel::buffer::{accumulator, zeros};
 use burn_context_parallel::flash::{self, FlashOptions};
@@ -298,4 +297,3 @@ impl Run {
         Ok(())
     }
 }
-

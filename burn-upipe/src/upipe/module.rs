@@ -140,7 +140,11 @@ impl UPipeAttention {
         if frequencies.head_dim() != self.settings.head_dim {
             return Err(Error::invalid(
                 NAME,
-                format!("rotary frequencies for head_dim {}, heads of {}", frequencies.head_dim(), self.settings.head_dim),
+                format!(
+                    "rotary frequencies for head_dim {}, heads of {}",
+                    frequencies.head_dim(),
+                    self.settings.head_dim
+                ),
                 "make them for the same head_dim",
             ));
         }
@@ -238,9 +242,8 @@ impl UPipeAttention {
     fn whole(&self, x: Tensor<3>, context: &SequenceContext) -> Result<Tensor<4>> {
         let Settings { heads, kv_heads, head_dim, options, rotary, .. } = &self.settings;
         let [batch, local, _] = x.dims();
-        let project = |linear: &Linear, heads: usize| {
-            linear.forward(x.clone()).reshape([batch, local, heads, *head_dim])
-        };
+        let project =
+            |linear: &Linear, heads: usize| linear.forward(x.clone()).reshape([batch, local, heads, *head_dim]);
         let mut q = project(&self.q_proj, *heads);
         let mut k = project(&self.k_proj, *kv_heads);
         let v = project(&self.v_proj, *kv_heads);

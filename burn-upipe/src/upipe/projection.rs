@@ -55,12 +55,7 @@ struct Gradients {
 
 impl Projection {
     /// The source, and what [`upipe`](super::upipe()) differentiates with respect to: `x` [B, L, E] and the weights, tracked or not.
-    pub fn new(
-        x: Tensor<3>,
-        weights: ProjectionWeights,
-        dim: usize,
-        rotary: Option<RotaryTable>,
-    ) -> (Self, Inputs) {
+    pub fn new(x: Tensor<3>, weights: ProjectionWeights, dim: usize, rotary: Option<RotaryTable>) -> (Self, Inputs) {
         let mut inputs = Inputs::new().input(&x).input(&weights.q).input(&weights.k).input(&weights.v);
         for bias in weights.biases.iter().flatten() {
             inputs = inputs.input(bias);

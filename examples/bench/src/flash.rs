@@ -11,8 +11,8 @@ use burn::tensor::{Device, Distribution, Tensor};
 use burn_context_parallel::flash::{FlashOptions, flash_attention, reference};
 use burn_context_parallel::vjp::pullback;
 
-use crate::refuse;
 use crate::measure::{Samples, agree, order, table};
+use crate::refuse;
 
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
@@ -81,9 +81,8 @@ pub fn run(args: &Args) -> Result<String> {
          not count); peak: bytes above the inputs, forward + backward\n\n",
         args.heads, args.head_dim, args.repeats
     );
-    let mut rows = table(&[
-        "S", "side", "forward s", "GFLOP/s", "ratio", "fwd + bwd s", "GFLOP/s", "ratio", "peak MiB", "ratio",
-    ]);
+    let mut rows =
+        table(&["S", "side", "forward s", "GFLOP/s", "ratio", "fwd + bwd s", "GFLOP/s", "ratio", "peak MiB", "ratio"]);
     for &len in &args.seq_len {
         let sides = measure(args, len)?;
         let pairs = args.heads as f64 * len as f64 * (len as f64 + 1.0) / 2.0;

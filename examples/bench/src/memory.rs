@@ -96,7 +96,8 @@ pub fn run(args: &Args) -> Result<String> {
     device.seed(0);
     let model = Llama::init(&config, &ParallelConfig::none(), &device)?;
 
-    let mut rows = table(&[&["MiB a rank, S ="], &lengths(args).iter().map(String::as_str).collect::<Vec<_>>()[..]].concat());
+    let mut rows =
+        table(&[&["MiB a rank, S ="], &lengths(args).iter().map(String::as_str).collect::<Vec<_>>()[..]].concat());
     let mut expected = vec![None; args.seq_len.len()];
     let mut lines = Vec::new();
     for side in SIDES {
@@ -108,7 +109,8 @@ pub fn run(args: &Args) -> Result<String> {
                 row.push("-".to_owned());
                 continue;
             }
-            let (loss, bytes) = step(side, side.ranks(args), &model, len).with_context(|| format!("{name}, S {len}"))?;
+            let (loss, bytes) =
+                step(side, side.ranks(args), &model, len).with_context(|| format!("{name}, S {len}"))?;
             let first = *expected.get_or_insert(loss);
             ensure!((loss - first).abs() <= 1e-4 * first, "{name}, S {len}: loss {loss} where the first has {first}");
             let mib = bytes as f64 / (1 << 20) as f64;
@@ -210,7 +212,10 @@ fn burn_attention(
     // Burn's attention knows no grouped queries.
     let shared = |x: Tensor<4>| {
         let group = heads / kv_heads;
-        x.unsqueeze_dim::<5>(3).expand([batch, len, kv_heads, group, dim]).reshape([batch, len, heads, dim]).swap_dims(1, 2)
+        x.unsqueeze_dim::<5>(3)
+            .expand([batch, len, kv_heads, group, dim])
+            .reshape([batch, len, heads, dim])
+            .swap_dims(1, 2)
     };
     let options = AttentionModuleOptions { is_causal: true, ..Default::default() };
     let out = attention(q.swap_dims(1, 2), shared(k), shared(v), None, None, options);

@@ -43,14 +43,19 @@ pub fn picture(x_title: &str, y_title: &str, lines: &[Series]) -> String {
         put(format!("<line x1=\"{left}\" y1=\"{at:.1}\" x2=\"{right}\" y2=\"{at:.1}\" stroke=\"#e4e4e4\"/>"));
         put(format!("<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{value}</text>", left - 6.0, at + 4.0));
     }
-    put(format!("<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">{x_title}</text>", (left + right) / 2.0, HEIGHT - 12.0));
+    put(format!(
+        "<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">{x_title}</text>",
+        (left + right) / 2.0,
+        HEIGHT - 12.0
+    ));
     put(format!("<text x=\"8\" y=\"14\">{y_title}</text>"));
 
     let names = apart(lines.iter().map(|line| line.points.last().map_or(bottom, |point| y(point.1))).collect());
     for (index, (line, name_y)) in lines.iter().zip(names).enumerate() {
         let color = COLORS[index % COLORS.len()];
         let Some(&(last_x, last_y)) = line.points.last() else { continue };
-        let path: Vec<String> = line.points.iter().map(|point| format!("{:.1},{:.1}", x(point.0), y(point.1))).collect();
+        let path: Vec<String> =
+            line.points.iter().map(|point| format!("{:.1},{:.1}", x(point.0), y(point.1))).collect();
         put(format!("<polyline points=\"{}\" fill=\"none\" stroke=\"{color}\" stroke-width=\"2\"/>", path.join(" ")));
         for point in &line.points {
             put(format!("<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3\" fill=\"{color}\"/>", x(point.0), y(point.1)));

@@ -15,8 +15,8 @@ use burn_context_parallel::vjp::pullback;
 use burn_upipe::profile::heap;
 use burn_upipe::upipe::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 
-use crate::refuse;
 use crate::measure::{Samples, agree, order, table};
+use crate::refuse;
 
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {

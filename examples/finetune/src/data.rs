@@ -9,8 +9,8 @@ use burn_context_parallel::sequence::Batch;
 
 /// What is taken from folders; a file that is named is taken whatever it is called.
 const EXTENSIONS: [&str; 22] = [
-    "c", "cc", "cpp", "cu", "cuh", "go", "h", "hpp", "java", "js", "json", "kt", "md", "py", "rs", "sh", "swift", "toml", "ts",
-    "txt", "yaml", "yml",
+    "c", "cc", "cpp", "cu", "cuh", "go", "h", "hpp", "java", "js", "json", "kt", "md", "py", "rs", "sh", "swift",
+    "toml", "ts", "txt", "yaml", "yml",
 ];
 
 /// Folders that hold what tools made.
@@ -32,7 +32,9 @@ pub enum TextError {
     #[error("--data {}: no text file in it: name files, or a folder with source or text files ({})", paths(.0), EXTENSIONS.join(" "))]
     Empty(Vec<PathBuf>),
     /// Not one sequence's worth.
-    #[error("{bytes} bytes of text are less than a sequence of {seq_len}: give more with --data, or --seq-len {bytes} or less")]
+    #[error(
+        "{bytes} bytes of text are less than a sequence of {seq_len}: give more with --data, or --seq-len {bytes} or less"
+    )]
     Short {
         /// What there is.
         bytes: usize,
@@ -133,7 +135,8 @@ fn walk(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) -> Result<
             if !name.starts_with('.') && !SKIPPED.contains(&&*name) {
                 walk(&path, extensions, files)?;
             }
-        } else if path.is_file() && path.extension().is_some_and(|found| extensions.iter().any(|known| found == *known)) {
+        } else if path.is_file() && path.extension().is_some_and(|found| extensions.iter().any(|known| found == *known))
+        {
             files.push(path);
         }
     }
@@ -182,7 +185,11 @@ mod tests {
         ]);
         assert_eq!(text(&Text::read(&[folder.path().to_owned()], 3).unwrap()), "123");
         let named = [folder.path().join("noending"), folder.path().join("a")];
-        assert_eq!(text(&Text::read(&named, 2).unwrap()), "x1", "named files whatever their ending, in the order given");
+        assert_eq!(
+            text(&Text::read(&named, 2).unwrap()),
+            "x1",
+            "named files whatever their ending, in the order given"
+        );
     }
 
     #[test]
@@ -206,7 +213,10 @@ mod tests {
     fn too_little_text_is_an_error_with_both_numbers() {
         let folder = folder(&[("a.txt", "abcd")]);
         let error = Text::read(&[folder.path().to_owned()], 5).unwrap_err().to_string();
-        assert_eq!(error, "4 bytes of text are less than a sequence of 5: give more with --data, or --seq-len 4 or less");
+        assert_eq!(
+            error,
+            "4 bytes of text are less than a sequence of 5: give more with --data, or --seq-len 4 or less"
+        );
         assert_eq!(Text::read(&[folder.path().to_owned()], 4).unwrap().sequences(), 1);
     }
 

@@ -154,10 +154,8 @@ fn ranks(args: &Args) -> Result<usize> {
 
 fn model(args: &Args) -> Result<(ModelSource, LlamaConfig)> {
     let Some(folder) = &args.model else {
-        let config = LlamaConfig {
-            max_position_embeddings: args.seq_len,
-            ..LlamaConfig::new(BYTES, 128, 352, 4, 8, 2)
-        };
+        let config =
+            LlamaConfig { max_position_embeddings: args.seq_len, ..LlamaConfig::new(BYTES, 128, 352, 4, 8, 2) };
         return Ok((ModelSource::Scratch, config));
     };
     let config = LlamaConfig::read(&folder.join("config.json")).map_err(Error::Model)?;
@@ -179,9 +177,7 @@ fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<Sc
             Schedule::new(heads, kv_heads, ranks, per_stage).map(Some).map_err(core)
         }
         (_, None) => Ok(None),
-        (_, Some(_)) => {
-            Err(Error::input("--heads-per-stage without --attention upipe", "leave one of them out"))
-        }
+        (_, Some(_)) => Err(Error::input("--heads-per-stage without --attention upipe", "leave one of them out")),
     }
 }
 
@@ -204,96 +200,135 @@ impl fmt::Display for Plan {
         let c = &self.config;
         let local = self.layout.local_len(0);
 
-        line("model", match &self.model {
-            ModelSource::Scratch => {
-                format!("from scratch, drawn once from seed {} and copied to every rank", self.seed)
-            }
-            ModelSource::Folder(folder) => format!("{}, copied to every rank", folder.display()),
-        })?;
-        line("", format!(
-            "V {}, E {}, F {}, {} layers, {}/{} heads of {}: {} parameters",
-            c.vocab_size,
-            c.hidden_size,
-            c.intermediate_size,
-            c.num_hidden_layers,
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            self.parameters()
-        ))?;
+        line(
+            "model",
+            match &self.model {
+                ModelSource::Scratch => {
+                    format!("from scratch, drawn once from seed {} and copied to every rank", self.seed)
+                }
+                ModelSource::Folder(folder) => format!("{}, copied to every rank", folder.display()),
+            },
+        )?;
+        line(
+            "",
+            format!(
+                "V {}, E {}, F {}, {} layers, {}/{} heads of {}: {} parameters",
+                c.vocab_size,
+                c.hidden_size,
+                c.intermediate_size,
+                c.num_hidden_layers,
+                c.num_attention_heads,
+                c.num_key_value_heads,
+                c.head_dim,
+                self.parameters()
+            ),
+        )?;
         if self.seq_len > c.max_position_embeddings {
-            line("", format!(
-                "trained on at most {} tokens before: a sequence of {} has positions that are new to it",
-                c.max_position_embeddings, self.seq_len
-            ))?;
+            line(
+                "",
+                format!(
+                    "trained on at most {} tokens before: a sequence of {} has positions that are new to it",
+                    c.max_position_embeddings, self.seq_len
+                ),
+            )?;
         }
-        line("text", format!(
-            "{} files, {} bytes{}",
-            self.text.files.len(),
-            self.text.bytes(),
-            if self.args.data.is_empty() { ", this repository's own source (no --data)" } else { "" }
-        ))?;
-        line("tokens", match c.vocab_size {
-            BYTES => "bytes".to_owned(),
-            more => format!("bytes, as the first 256 of {more} ids: the model's own tokenizer is not used"),
-        })?;
+        line(
+            "text",
+            format!(
+                "{} files, {} bytes{}",
+                self.text.files.len(),
+                self.text.bytes(),
+                if self.args.data.is_empty() { ", this repository's own source (no --data)" } else { "" }
+            ),
+        )?;
+        line(
+            "tokens",
+            match c.vocab_size {
+                BYTES => "bytes".to_owned(),
+                more => format!("bytes, as the first 256 of {more} ids: the model's own tokenizer is not used"),
+            },
+        )?;
         let sequences = self.text.sequences();
-        line("", format!(
-            "{sequences} sequences of {}, {} bytes at the end left over; {:.2} times through them",
-            self.seq_len,
-            self.text.bytes() - sequences * self.seq_len,
-            self.steps as f64 / sequences as f64
-        ))?;
-        line("steps", format!(
-            "{} of {} tokens and {} targets (the last token has none)",
-            self.steps,
-            self.seq_len,
-            self.seq_len - 1
-        ))?;
-        line("ranks", match (self.args.attention, self.args.ranks) {
-            (Scheme::Single, _) => "1, attention is single".to_owned(),
-            (_, None) => format!("{}, the default; threads of this process", self.ranks),
-            (_, Some(_)) => format!("{}, as asked; threads of this process", self.ranks),
-        })?;
-        line("shards", format!(
-            "{} tokens a rank, {} / {} rounded up; {} padding",
-            local,
-            self.seq_len,
-            self.ranks,
-            self.layout.padded_len() - self.seq_len
-        ))?;
+        line(
+            "",
+            format!(
+                "{sequences} sequences of {}, {} bytes at the end left over; {:.2} times through them",
+                self.seq_len,
+                self.text.bytes() - sequences * self.seq_len,
+                self.steps as f64 / sequences as f64
+            ),
+        )?;
+        line(
+            "steps",
+            format!(
+                "{} of {} tokens and {} targets (the last token has none)",
+                self.steps,
+                self.seq_len,
+                self.seq_len - 1
+            ),
+        )?;
+        line(
+            "ranks",
+            match (self.args.attention, self.args.ranks) {
+                (Scheme::Single, _) => "1, attention is single".to_owned(),
+                (_, None) => format!("{}, the default; threads of this process", self.ranks),
+                (_, Some(_)) => format!("{}, as asked; threads of this process", self.ranks),
+            },
+        )?;
+        line(
+            "shards",
+            format!(
+                "{} tokens a rank, {} / {} rounded up; {} padding",
+                local,
+                self.seq_len,
+                self.ranks,
+                self.layout.padded_len() - self.seq_len
+            ),
+        )?;
         line("attention", self.attention())?;
-        line("checkpoint", match self.parallel.checkpoint {
-            true => "on: a block keeps its input only, and runs again in the backward pass".to_owned(),
-            false => "off: a block keeps all its intermediates".to_owned(),
-        })?;
+        line(
+            "checkpoint",
+            match self.parallel.checkpoint {
+                true => "on: a block keeps its input only, and runs again in the backward pass".to_owned(),
+                false => "off: a block keeps all its intermediates".to_owned(),
+            },
+        )?;
         for (name, asked, tile) in [
             ("mlp tile", self.args.mlp_tile, self.parallel.mlp_tile),
             ("norm tile", self.args.norm_tile, self.parallel.norm_tile),
             ("loss tile", self.args.loss_tile, self.parallel.loss_tile),
         ] {
-            line(name, match tile {
-                None => format!("off: {local} tokens at once"),
-                Some(tile) => format!(
-                    "{tile} tokens, {} a shard{}",
-                    local.div_ceil(tile),
-                    if asked == Tile::Auto { "; auto takes a quarter of it, up to a limit" } else { "" }
-                ),
-            })?;
+            line(
+                name,
+                match tile {
+                    None => format!("off: {local} tokens at once"),
+                    Some(tile) => format!(
+                        "{tile} tokens, {} a shard{}",
+                        local.div_ceil(tile),
+                        if asked == Tile::Auto { "; auto takes a quarter of it, up to a limit" } else { "" }
+                    ),
+                },
+            )?;
         }
-        line("optimizer", format!(
-            "AdamW, lr {}, betas 0.9 and 0.999, eps 1e-8, weight decay {}",
-            self.lr, self.weight_decay
-        ))?;
-        line("clip", match self.clip {
-            Some(norm) => format!("{norm}, the norm of all gradients together, summed over ranks"),
-            None => "none".to_owned(),
-        })?;
+        line(
+            "optimizer",
+            format!("AdamW, lr {}, betas 0.9 and 0.999, eps 1e-8, weight decay {}", self.lr, self.weight_decay),
+        )?;
+        line(
+            "clip",
+            match self.clip {
+                Some(norm) => format!("{norm}, the norm of all gradients together, summed over ranks"),
+                None => "none".to_owned(),
+            },
+        )?;
         line("peak", "heap bytes of this process: the sum over all its ranks".to_owned())?;
-        line("out", match &self.out {
-            OutFolder::Given(path) => path.display().to_string(),
-            OutFolder::NewUnder(parent) => format!("a new folder under {}", parent.display()),
-        })
+        line(
+            "out",
+            match &self.out {
+                OutFolder::Given(path) => path.display().to_string(),
+                OutFolder::NewUnder(parent) => format!("a new folder under {}", parent.display()),
+            },
+        )
     }
 }
 
@@ -355,25 +390,33 @@ mod tests {
         let plan = plan("").unwrap();
         assert_eq!((plan.ranks, plan.seq_len, plan.layout.local_len(0)), (4, 4096, 1024));
         assert_eq!(plan.schedule.as_ref().unwrap().stages().len(), 2);
-        assert_eq!(plan.parallel, ParallelConfig {
-            attention: AttentionScheme::UPipe { heads_per_stage: None },
-            checkpoint: true,
-            mlp_tile: Some(256),
-            norm_tile: Some(256),
-            loss_tile: Some(256),
-        });
+        assert_eq!(
+            plan.parallel,
+            ParallelConfig {
+                attention: AttentionScheme::UPipe { heads_per_stage: None },
+                checkpoint: true,
+                mlp_tile: Some(256),
+                norm_tile: Some(256),
+                loss_tile: Some(256),
+            }
+        );
     }
 
     #[test]
     fn everything_can_be_off() {
-        let plan = plan("--attention single --checkpoint off --mlp-tile off --norm-tile off --loss-tile off --clip none").unwrap();
+        let plan =
+            plan("--attention single --checkpoint off --mlp-tile off --norm-tile off --loss-tile off --clip none")
+                .unwrap();
         assert_eq!((plan.ranks, plan.parallel, plan.clip), (1, ParallelConfig::none(), None));
     }
 
     #[rstest]
     #[case("--seq-len 10 --ranks 4", "3 tokens a rank, 10 / 4 rounded up; 2 padding")]
     #[case("--heads-per-stage 3", "3 of 8 query heads a stage (as asked), 3 stages; not a multiple of the ranks")]
-    #[case("--ranks 9", "8 of 8 query heads a stage (one a rank), 1 stages; not a multiple of the ranks: they wait for each other; 1 ranks attend with no head")]
+    #[case(
+        "--ranks 9",
+        "8 of 8 query heads a stage (one a rank), 1 stages; not a multiple of the ranks: they wait for each other; 1 ranks attend with no head"
+    )]
     #[case("--attention ulysses", "Ulysses: all 8 heads at once, exchanged between ranks")]
     #[case("--attention single", "1, attention is single")]
     #[case("--steps 2 --seq-len 100", "2 of 100 tokens and 99 targets")]

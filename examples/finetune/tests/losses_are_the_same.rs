@@ -22,8 +22,9 @@ static INPUT: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
 
 fn train(args: &str, out: &Path) -> Vec<StepMetrics> {
     let path = |name: &str| INPUT.path().join(name).display().to_string();
-    let common = ["finetune", "--model", &path("model"), "--data", &path("text.rs"), "--out", &out.display().to_string()]
-        .map(str::to_owned);
+    let common =
+        ["finetune", "--model", &path("model"), "--data", &path("text.rs"), "--out", &out.display().to_string()]
+            .map(str::to_owned);
     let args = Args::parse_from(common.into_iter().chain(args.split_whitespace().map(str::to_owned)));
     run(&args, io::sink()).unwrap().steps
 }
@@ -74,10 +75,19 @@ fn saved_weights_go_on_where_training_ended() {
     let folder = out.path().join("a").join(again);
     let text = INPUT.path().join("text.rs");
     let args = Args::parse_from([
-        "finetune", "--attention", "single", "--seq-len", "50", "--steps", "1",
-        "--model", &folder.display().to_string(),
-        "--data", &text.display().to_string(),
-        "--out", &out.path().join("b").display().to_string(),
+        "finetune",
+        "--attention",
+        "single",
+        "--seq-len",
+        "50",
+        "--steps",
+        "1",
+        "--model",
+        &folder.display().to_string(),
+        "--data",
+        &text.display().to_string(),
+        "--out",
+        &out.path().join("b").display().to_string(),
     ]);
     // The same first sequence, after one step on it.
     let after = run(&args, io::sink()).unwrap().steps[0].loss;

@@ -9,11 +9,7 @@ use llama::{Llama, LlamaConfig, ParallelConfig, load};
 use rstest::rstest;
 
 fn finetune(folder: &Path, args: &str) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_finetune"))
-        .current_dir(folder)
-        .args(args.split_whitespace())
-        .output()
-        .unwrap()
+    Command::new(env!("CARGO_BIN_EXE_finetune")).current_dir(folder).args(args.split_whitespace()).output().unwrap()
 }
 
 fn stderr(output: &Output) -> String {
@@ -166,5 +162,9 @@ fn a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_good_weights() {
 fn help_says_what_is_not_built() {
     let output = finetune(Path::new("."), "--help");
     assert_eq!(output.status.code(), Some(0));
-    assert!(String::from_utf8(output.stdout).unwrap().contains("Tokenizers (tokenizer.json), JSONL, schedules and resuming come later"));
+    assert!(
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .contains("Tokenizers (tokenizer.json), JSONL, schedules and resuming come later")
+    );
 }

@@ -49,20 +49,13 @@ impl Block {
     pub(crate) fn lazy(config: &LlamaConfig, device: &Device) -> Result<Self> {
         let norm = || TiledNorm::new(norm(config, device), None);
         let (width, inner) = (config.hidden_size, config.intermediate_size);
-        let (q, kv) = (
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        );
-        let mut self_attn = UPipeAttentionConfig::new(
-            width,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        .with_qkv_bias(config.attention_bias)
-        .with_output_bias(config.attention_bias)
-        .init(device)?
-        .with_rotary(config.frequencies()?)?;
+        let (q, kv) = (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim);
+        let mut self_attn =
+            UPipeAttentionConfig::new(width, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+                .with_qkv_bias(config.attention_bias)
+                .with_output_bias(config.attention_bias)
+                .init(device)?
+                .with_rotary(config.frequencies()?)?;
         // The module knows no initialisation but its own; Llama's is normal.
         self_attn.q_proj = linear(config, width, q, config.attention_bias, device);
         self_attn.k_proj = linear(config, width, kv, config.attention_bias, device);
@@ -73,12 +66,7 @@ impl Block {
             up_proj: linear(config, width, inner, config.mlp_bias, device),
             down_proj: linear(config, inner, width, config.mlp_bias, device),
         };
-        Ok(Self {
-            input_layernorm: norm(),
-            self_attn,
-            post_attention_layernorm: norm(),
-            mlp: TiledMlp::new(mlp, None),
-        })
+        Ok(Self { input_layernorm: norm(), self_attn, post_attention_layernorm: norm(), mlp: TiledMlp::new(mlp, None) })
     }
 
     /// One layer over the sequence at hand.
@@ -115,10 +103,7 @@ pub(crate) fn norm(config: &LlamaConfig, device: &Device) -> RmsNorm {
 }
 
 pub(crate) fn linear(config: &LlamaConfig, from: usize, to: usize, bias: bool, device: &Device) -> Linear {
-    let mut linear = LinearConfig::new(from, to)
-        .with_bias(bias)
-        .with_initializer(normal(config))
-        .init(device);
+    let mut linear = LinearConfig::new(from, to).with_bias(bias).with_initializer(normal(config)).init(device);
     if bias {
         linear.bias = Some(Initializer::Zeros.init([to], device));
     }

@@ -211,6 +211,8 @@ impl LlamaConfig {
     fn check_in(&self, path: &Path) -> Result<()> {
         // Far above any model; a file with garbage in it must not take the machine's memory.
         const LAYERS: usize = 10_000;
+        const HEADS: usize = 10_000;
+        const HEAD_DIM: usize = 1 << 16;
         let wrong = |problem: String, remedy: &str| Err(LlamaError::config(path, problem, remedy));
         for (name, value) in [
             ("vocab_size", self.vocab_size),
@@ -228,12 +230,15 @@ impl LlamaConfig {
         if self.num_hidden_layers > LAYERS {
             return wrong(format!("num_hidden_layers is {}", self.num_hidden_layers), "use at most 10000");
         }
+        if self.num_attention_heads > HEADS {
+            return wrong(format!("num_attention_heads is {}", self.num_attention_heads), "use at most 10000");
+        }
+        if self.head_dim > HEAD_DIM {
+            return wrong(format!("head_dim is {}", self.head_dim), "use at most 65536");
+        }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             return wrong(
-                format!(
-                    "{} query heads for {} key/value heads",
-                    self.num_attention_heads, self.num_key_value_heads
-                ),
+                format!("{} query heads for {} key/value heads", self.num_attention_heads, self.num_key_value_heads),
                 "num_key_value_heads must divide num_attention_heads",
             );
         }
@@ -338,7 +343,9 @@ impl Fields<'_> {
         let older_type: Option<String> = rope.optional("type")?;
         let kind = newer_type.or(older_type).unwrap_or_else(|| "default".into());
         if let Some(partial) = rope.optional::<f64>("partial_rotary_factor")?.filter(|partial| *partial != 1.0) {
-            return Err(rope.unsupported(format!("partial_rotary_factor {partial}"), "use a model that rotates whole heads"));
+            return Err(
+                rope.unsupported(format!("partial_rotary_factor {partial}"), "use a model that rotates whole heads")
+            );
         }
         let scaling = match kind.as_str() {
             "default" => RopeScaling::Default,
@@ -349,7 +356,9 @@ impl Fields<'_> {
                 original_max_position_embeddings: rope.required("original_max_position_embeddings")?,
             },
             other => {
-                return Err(rope.unsupported(format!("rope_type {other:?}"), "use a model with \"default\" or \"llama3\""));
+                return Err(
+                    rope.unsupported(format!("rope_type {other:?}"), "use a model with \"default\" or \"llama3\"")
+                );
             }
         };
         Ok((theta, scaling))

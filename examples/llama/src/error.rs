@@ -79,10 +79,7 @@ impl LlamaError {
 
     /// Whether the request is meaningful, but not built (yet).
     pub fn is_unsupported(&self) -> bool {
-        matches!(
-            self,
-            Self::Unsupported { .. } | Self::Core(burn_context_parallel::Error::Unsupported { .. })
-        )
+        matches!(self, Self::Unsupported { .. } | Self::Core(burn_context_parallel::Error::Unsupported { .. }))
     }
 }
 

@@ -5,9 +5,7 @@ use std::io;
 use std::path::Path;
 
 use burn::tensor::{DType, Device};
-use burn_store::{
-    ApplyError, FloatCastAdapter, ModuleAdapter, ModuleSnapshot, PyTorchToBurnAdapter, SafetensorsStore,
-};
+use burn_store::{ApplyError, FloatCastAdapter, ModuleAdapter, ModuleSnapshot, PyTorchToBurnAdapter, SafetensorsStore};
 
 use crate::config::LlamaConfig;
 use crate::error::{LlamaError, Result};

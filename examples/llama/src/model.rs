@@ -8,6 +8,7 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_context_parallel::attention::{SequenceContext, scope};
 use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::{IGNORE_INDEX, Shard};
+use burn_context_parallel::vjp::beside;
 use burn_context_parallel::{Error, OrRaise, catch};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::tiling::{TiledNorm, TokenLoss, tiled_cross_entropy};
@@ -99,7 +100,7 @@ impl Llama {
         self.expect_ids("Llama::hidden", "token", tokens.clone()).or_raise();
         let table = self.embed_tokens.weight.val();
         // Ids and table on the same kind of device, whichever of them is tracked.
-        let tokens = if table.is_autodiff() { tokens.inner().autodiff() } else { tokens.inner() };
+        let tokens = beside(tokens, &table);
         let mut x = burn::tensor::module::embedding(table, tokens);
         for layer in &self.layers {
             x = layer.forward(x, |block, x| block.forward(x));

@@ -29,12 +29,8 @@ const TO_MODULE: [(&str, &str); 5] = [
 ];
 
 /// Module -> Hugging Face, in this order.
-const TO_HF: [(&str, &str); 4] = [
-    (r"\.inner\.", "."),
-    (r"\.gamma$", ".weight"),
-    (r"^(embed_tokens|layers|norm)\.", "model.$1."),
-    (r"^\?\.", ""),
-];
+const TO_HF: [(&str, &str); 4] =
+    [(r"\.inner\.", "."), (r"\.gamma$", ".weight"), (r"^(embed_tokens|layers|norm)\.", "model.$1."), (r"^\?\.", "")];
 
 pub(crate) fn to_module() -> KeyRemapper {
     KeyRemapper::from_patterns(TO_MODULE.to_vec()).expect("constant patterns")
@@ -56,9 +52,10 @@ pub fn hf_name(path: &str) -> String {
 }
 
 fn rename(name: &str, remapper: &KeyRemapper) -> String {
-    remapper.patterns.iter().fold(name.to_owned(), |name, (pattern, to)| {
-        pattern.replace_all(&name, to.as_str()).into_owned()
-    })
+    remapper
+        .patterns
+        .iter()
+        .fold(name.to_owned(), |name, (pattern, to)| pattern.replace_all(&name, to.as_str()).into_owned())
 }
 
 /// Whether Hugging Face has this weight transposed.
@@ -100,8 +97,7 @@ impl ModuleVisitor for Named<'_> {
 ///
 /// Parameters without a gradient are absent.
 pub fn named_gradients(model: &Llama, grads: &GradientsParams) -> BTreeMap<String, TensorData> {
-    let mut named =
-        Named { remapper: to_hf(), path: Vec::new(), grads, found: BTreeMap::new(), seen: Vec::new() };
+    let mut named = Named { remapper: to_hf(), path: Vec::new(), grads, found: BTreeMap::new(), seen: Vec::new() };
     model.visit(&mut named);
     named.found
 }

@@ -10,12 +10,7 @@ use burn_context_parallel::{Error, Result};
 
 /// AdamW with betas 0.9 and 0.999 and epsilon 1e-8. (Burn's own defaults are epsilon 1e-5 and weight decay 1e-4.)
 pub fn adamw(weight_decay: f32) -> ModuleOptimizer {
-    AdamWConfig::new()
-        .with_beta_1(0.9)
-        .with_beta_2(0.999)
-        .with_epsilon(1e-8)
-        .with_weight_decay(weight_decay)
-        .init()
+    AdamWConfig::new().with_beta_1(0.9).with_beta_2(0.999).with_epsilon(1e-8).with_weight_decay(weight_decay).init()
 }
 
 /// Scales all gradients by one factor so that their norm is at most `max_norm`, and gives the norm before.

@@ -33,13 +33,7 @@ pub struct ParallelConfig {
 impl ParallelConfig {
     /// One device, nothing recomputed: the fastest where memory suffices.
     pub fn none() -> Self {
-        Self {
-            attention: AttentionScheme::Single,
-            checkpoint: false,
-            mlp_tile: None,
-            norm_tile: None,
-            loss_tile: None,
-        }
+        Self { attention: AttentionScheme::Single, checkpoint: false, mlp_tile: None, norm_tile: None, loss_tile: None }
     }
 
     /// Everything, for the longest sequences, on one rank or many.

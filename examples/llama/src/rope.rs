@@ -50,8 +50,7 @@ pub fn frequencies(head_dim: usize, theta: f64, scaling: &RopeScaling) -> Result
                 } else if wavelength > original / low_freq_factor {
                     frequency / factor
                 } else {
-                    let smooth =
-                        (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                    let smooth = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
                     (1.0 - smooth) * frequency / factor + smooth * frequency
                 }
             })

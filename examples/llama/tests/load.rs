@@ -88,9 +88,7 @@ fn a_wrong_shape_is_an_error_with_both_shapes_as_the_file_has_them() {
         weight.1.reverse();
     });
     let (report, text) = mismatch(copy.path());
-    assert_eq!(report.errors, [
-        "model.layers.0.mlp.down_proj.weight is [176, 64] where config.json says [64, 176]"
-    ]);
+    assert_eq!(report.errors, ["model.layers.0.mlp.down_proj.weight is [176, 64] where config.json says [64, 176]"]);
     assert!(report.missing.is_empty() && report.unused.is_empty(), "{text}");
 }
 
@@ -117,7 +115,8 @@ fn half_precision_weights_become_the_devices_floats_exactly() {
     });
     let (model, _) = load(copy.path(), &ParallelConfig::none(), &Device::flex()).unwrap();
     let (exact, _) = load(&folder("llama"), &ParallelConfig::none(), &Device::flex()).unwrap();
-    let values = |model: &llama::Llama| model.lm_head.as_ref().unwrap().weight.val().into_data().try_to_vec::<f32>().unwrap();
+    let values =
+        |model: &llama::Llama| model.lm_head.as_ref().unwrap().weight.val().into_data().try_to_vec::<f32>().unwrap();
     for (half, exact) in values(&model).iter().zip(values(&exact)) {
         assert_eq!(half.to_bits(), exact.to_bits() & 0xFFFF_0000);
     }
@@ -185,6 +184,8 @@ fn what_is_not_built_is_named(#[case] changes: Value, #[case] named: &str) {
 #[case(json!({"hidden_size": null}), "hidden_size is missing")]
 #[case(json!({"vocab_size": "many"}), "vocab_size")]
 #[case(json!({"num_hidden_layers": 1_000_000_000}), "num_hidden_layers is 1000000000")]
+#[case(json!({"num_attention_heads": 4_000_000_000u64, "head_dim": 2}), "num_attention_heads is 4000000000")]
+#[case(json!({"head_dim": 4_000_000_000u64}), "head_dim is 4000000000")]
 #[case(json!({"num_attention_heads": 7, "head_dim": null, "num_key_value_heads": 7}), "not a multiple")]
 #[case(json!({"rms_norm_eps": 0.0}), "rms_norm_eps is 0")]
 #[case(json!({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}), "low_freq_factor is missing")]

@@ -109,9 +109,8 @@ fn a_new_model_has_the_configured_deviation_and_clones_are_equal() {
 fn an_id_outside_the_vocabulary_is_an_error() {
     let device = Device::flex().autodiff();
     let model = Llama::init(&LlamaConfig::new(10, 8, 8, 1, 2, 1), &ParallelConfig::none(), &device).unwrap();
-    let loss = |rows: &[Vec<i64>]| {
-        model.loss(&shard(&Batch::from_rows(rows).unwrap(), &device), &ProcessGroup::single())
-    };
+    let loss =
+        |rows: &[Vec<i64>]| model.loss(&shard(&Batch::from_rows(rows).unwrap(), &device), &ProcessGroup::single());
     assert!(loss(&[vec![1, 9, 0]]).is_ok());
     let error = loss(&[vec![10, 1]]).unwrap_err().to_string();
     assert!(error.contains("token id 10 in a vocabulary of 10"), "{error}");
@@ -121,10 +120,8 @@ fn an_id_outside_the_vocabulary_is_an_error() {
 
 #[test]
 fn heads_per_stage_that_the_model_does_not_have_are_an_error() {
-    let parallel = ParallelConfig {
-        attention: AttentionScheme::UPipe { heads_per_stage: Some(9) },
-        ..ParallelConfig::none()
-    };
+    let parallel =
+        ParallelConfig { attention: AttentionScheme::UPipe { heads_per_stage: Some(9) }, ..ParallelConfig::none() };
     let error = load(&folder("llama"), &parallel, &Device::flex()).unwrap_err().to_string();
     assert!(error.contains("9 heads a stage of 8"), "{error}");
 }

@@ -24,7 +24,10 @@ fn loading_and_saving_keeps_every_bit(
 
     // Names, orientation and bytes are transformers' own.
     let saved = read(&target.join("model.safetensors"));
-    assert_eq!(saved.keys().collect::<Vec<_>>(), read(&folder(model).join("model.safetensors")).keys().collect::<Vec<_>>());
+    assert_eq!(
+        saved.keys().collect::<Vec<_>>(),
+        read(&folder(model).join("model.safetensors")).keys().collect::<Vec<_>>()
+    );
     assert!(saved == read(&folder(model).join("model.safetensors")));
     let bytes = fs::read(target.join("model.safetensors")).unwrap();
     let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();

@@ -42,12 +42,8 @@ type Part = ([Tensor<4>; 4], Option<Tensor<3>>);
 pub fn run(path: &Path, plan: &Plan) -> std::result::Result<Vec<Measure>, Trouble> {
     let options = options(path)?;
     let reference = Reference::read(path)?;
-    let wanted = [
-        reference.get::<4>("out")?,
-        reference.get::<4>("dq")?,
-        reference.get::<4>("dk")?,
-        reference.get::<4>("dv")?,
-    ];
+    let wanted =
+        [reference.get::<4>("out")?, reference.get::<4>("dq")?, reference.get::<4>("dk")?, reference.get::<4>("dv")?];
     let lse = reference.get::<3>("lse")?;
     let (q, k) = (reference.get::<4>("q")?, reference.get::<4>("k")?);
     let (v, d_out) = (reference.get::<4>("v")?, reference.get::<4>("d_out")?);
@@ -60,8 +56,8 @@ pub fn run(path: &Path, plan: &Plan) -> std::result::Result<Vec<Measure>, Troubl
     let case = Arc::new(Case { q, k, v, d_out, options, q_layout, kv_layout, plan: plan.clone() });
 
     let shared = case.clone();
-    let parts: Vec<Part> = launch(plan.ranks, move |world| shared.on_rank(&world))
-        .map_err(|error| Trouble::from_error(&error))?;
+    let parts: Vec<Part> =
+        launch(plan.ranks, move |world| shared.on_rank(&world)).map_err(|error| Trouble::from_error(&error))?;
 
     let mut measures = Vec::new();
     let kinds = ["attention.out", "attention.gradient", "attention.gradient", "attention.gradient"];

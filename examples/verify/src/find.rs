@@ -58,7 +58,12 @@ fn visit(folder: &Path, seen: &mut HashSet<PathBuf>, cases: &mut Vec<Case>) -> i
         if is_configured || path.extension().is_none_or(|extension| extension != "safetensors") {
             continue;
         }
-        let kind = match file::metadata(&path) {
+        // Reading from a pipe may never end.
+        let metadata = match path.is_file() {
+            true => file::metadata(&path),
+            false => Err("not a file: remove it, or put the case in its place".into()),
+        };
+        let kind = match metadata {
             Ok(metadata) if metadata.contains_key("options") => Kind::Attention,
             Ok(_) => continue,
             Err(problem) => Kind::Damaged(problem),

@@ -145,9 +145,7 @@ fn batch(reference: &Reference) -> Result<Batch, Trouble> {
         }
     }
     let int = |data: TensorData| Tensor::<2, Int>::from_data(data, &device);
-    Batch::new(int(ids))
-        .and_then(|batch| batch.with_labels(int(labels)))
-        .map_err(|error| Trouble::from_error(&error))
+    Batch::new(int(ids)).and_then(|batch| batch.with_labels(int(labels))).map_err(|error| Trouble::from_error(&error))
 }
 
 fn scalar(value: f64) -> TensorData {

@@ -63,7 +63,8 @@ fn relative_error(got: &TensorData, want: &TensorData) -> f64 {
     if got.shape() != want.shape() {
         return f64::INFINITY;
     }
-    let largest = want.iter::<f64>().filter(|value| value.is_finite()).fold(0.0, |max: f64, value| max.max(value.abs()));
+    let largest =
+        want.iter::<f64>().filter(|value| value.is_finite()).fold(0.0, |max: f64, value| max.max(value.abs()));
     let mut worst = 0.0f64;
     for (got, want) in got.iter::<f64>().zip(want.iter::<f64>()) {
         if got == want {

@@ -62,7 +62,14 @@ fn models_pass_on_any_number_of_ranks(#[case] args: &str) {
 #[case("--ranks 4")]
 #[case("--ranks 30")]
 fn attention_cases_pass_and_cross_lengths_are_among_them(#[case] args: &str) {
-    let folder = cases(&["full", "causal_gqa", "causal_mqa_d64", "causal_q_block", "causal_block_all_masked_rows", "large_scores"]);
+    let folder = cases(&[
+        "full",
+        "causal_gqa",
+        "causal_mqa_d64",
+        "causal_q_block",
+        "causal_block_all_masked_rows",
+        "large_scores",
+    ]);
     let output = verify(folder.path(), args);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
     let json = json(&output);
@@ -135,6 +142,18 @@ fn a_damaged_file_fails_and_does_not_stop_the_others() {
     assert_eq!((&json["cases"], &json["passed"]), (&3.into(), &1.into()));
 }
 
+#[cfg(unix)]
+#[test]
+fn a_pipe_among_the_cases_fails_and_is_not_waited_for() {
+    let folder = cases(&["full"]);
+    let made = Command::new("mkfifo").arg(folder.path().join("pipe.safetensors")).status().unwrap();
+    assert!(made.success());
+    let output = verify(folder.path(), "--attention single");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stdout).contains("pipe.safetensors: not a file"), "{}", text(&output.stdout));
+    assert_eq!(json(&output)["passed"], 1);
+}
+
 #[test]
 fn heads_per_stage_that_a_case_does_not_have_fail_that_case() {
     let folder = cases(&["causal_gqa", "scaled"]); // 8 and 2 query heads
@@ -153,7 +172,11 @@ fn heads_per_stage_that_a_case_does_not_have_fail_that_case() {
 #[case("", "--attention single --heads-per-stage 2", "leave one of them out")]
 #[case("nowhere", "", "give a readable folder")]
 #[case("attention/causal.safetensors", "", "give a readable folder")]
-fn a_request_that_makes_no_sense_exits_2_with_the_remedy(#[case] folder: &str, #[case] args: &str, #[case] remedy: &str) {
+fn a_request_that_makes_no_sense_exits_2_with_the_remedy(
+    #[case] folder: &str,
+    #[case] args: &str,
+    #[case] remedy: &str,
+) {
     let output = verify(&reference().join(folder), args);
     assert_eq!(output.status.code(), Some(2));
     let complaint = text(&output.stderr);

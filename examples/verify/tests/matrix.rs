@@ -13,8 +13,14 @@ fn reference() -> PathBuf {
 fn cases(heads: usize) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let attention = [
-        ("full", 4), ("causal", 4), ("causal_gqa", 8), ("causal_mqa_d64", 4), ("causal_q_block", 4),
-        ("causal_block_all_masked_rows", 2), ("scaled", 2), ("large_scores", 2),
+        ("full", 4),
+        ("causal", 4),
+        ("causal_gqa", 8),
+        ("causal_mqa_d64", 4),
+        ("causal_q_block", 4),
+        ("causal_block_all_masked_rows", 2),
+        ("scaled", 2),
+        ("large_scores", 2),
     ];
     for (name, _) in attention.iter().filter(|(_, has)| *has >= heads) {
         let file = format!("{name}.safetensors");

@@ -66,8 +66,7 @@ pub(super) fn scratch_bytes(head_dim: usize, element: usize) -> [usize; 2] {
 pub(super) fn task_bytes(shape: &FlashShape) -> usize {
     let queries = shape.q_heads * shape.q_len.div_ceil(Q_TILE);
     let keys = shape.kv_heads * shape.k_len.div_ceil(K_TILE);
-    shape.batch
-        * (queries * size_of::<QueryTask<'_, f32>>()).max(keys * size_of::<KeyTask<'_, f32>>())
+    shape.batch * (queries * size_of::<QueryTask<'_, f32>>()).max(keys * size_of::<KeyTask<'_, f32>>())
 }
 
 struct QueryTask<'a, E> {
@@ -262,15 +261,8 @@ impl<E: Stored> WithSimd for KeyTile<'_, '_, E> {
                     for c in (0..columns).step_by(E::Real::lanes::<S>()) {
                         // SAFETY: c + lanes <= columns <= width, the length of both rows.
                         unsafe {
-                            let (p_at, ds_at) =
-                                (scores.as_mut_ptr().add(c), d_scores.as_mut_ptr().add(c));
-                            let (p, ds) = score_gradient::<E::Real, S>(
-                                s,
-                                load(p_at),
-                                load(ds_at),
-                                lse,
-                                delta,
-                            );
+                            let (p_at, ds_at) = (scores.as_mut_ptr().add(c), d_scores.as_mut_ptr().add(c));
+                            let (p, ds) = score_gradient::<E::Real, S>(s, load(p_at), load(ds_at), lse, delta);
                             store(p_at, p);
                             store(ds_at, ds);
                         }

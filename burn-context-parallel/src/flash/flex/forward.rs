@@ -133,9 +133,7 @@ impl<E: Stored> WithSimd for Tile<'_, '_, E> {
             unsafe { gemm(s, [rows, padded, keys], p, v, sums.as_mut_ptr(), padded, true) };
         }
 
-        for (i, (out, row)) in
-            out.chunks_exact_mut(d).zip(sums.chunks_exact_mut(padded)).enumerate()
-        {
+        for (i, (out, row)) in out.chunks_exact_mut(d).zip(sums.chunks_exact_mut(padded)).enumerate() {
             if total[i] == E::Real::ZERO {
                 lse[i] = E::Real::NEG_INFINITY; // sees no key; its sums are zeros
             } else {

@@ -111,13 +111,10 @@ fn backward_of<E: Stored>(
     options: &FlashOptions,
 ) -> (FlexTensor, FlexTensor, FlexTensor) {
     // Row statistics are D times smaller than the rest: copied if they aren't contiguous.
-    let [lse, delta] =
-        &rows.map(|t| if t.as_slice::<E::Real>().is_some() { t } else { t.to_contiguous() });
-    let slice =
-        |t| FlexTensor::as_slice::<E::Real>(t).expect("contiguous, and of the checked type");
+    let [lse, delta] = &rows.map(|t| if t.as_slice::<E::Real>().is_some() { t } else { t.to_contiguous() });
+    let slice = |t| FlexTensor::as_slice::<E::Real>(t).expect("contiguous, and of the checked type");
     let [q, k, v, d_out] = inputs.map(View::<E>::new);
-    let inputs =
-        backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options };
+    let inputs = backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options };
     let mut dq = zeros::<E>(&shape.q());
     let [mut dk, mut dv] = match onto {
         // Written in place where nobody else holds them: `storage_mut` copies what is shared.
@@ -162,11 +159,8 @@ pub(super) fn backward_bytes(shape: &FlashShape, dtype: DType, threads: usize) -
     let [first, second] = backward::scratch_bytes(shape.head_dim, real);
     let queries = shape.batch * shape.q_heads * shape.q_len.div_ceil(work::Q_TILE);
     let keys = shape.batch * shape.kv_heads * shape.k_len.div_ceil(work::K_TILE);
-    let scratch =
-        (work::workers(queries, threads) * first).max(work::workers(keys, threads) * second);
-    (elements(&shape.q()) + 2 * elements(&shape.kv())) * dtype.size()
-        + backward::task_bytes(shape)
-        + scratch
+    let scratch = (work::workers(queries, threads) * first).max(work::workers(keys, threads) * second);
+    (elements(&shape.q()) + 2 * elements(&shape.kv())) * dtype.size() + backward::task_bytes(shape) + scratch
 }
 
 fn elements(shape: &[usize]) -> usize {
@@ -177,20 +171,12 @@ fn real_bytes(dtype: DType) -> usize {
     if dtype == DType::F64 { 8 } else { 4 }
 }
 
-fn check(
-    operation: &'static str,
-    [q, k, v]: [&FlexTensor; 3],
-    options: &FlashOptions,
-) -> Result<(FlashShape, DType)> {
+fn check(operation: &'static str, [q, k, v]: [&FlexTensor; 3], options: &FlashOptions) -> Result<(FlashShape, DType)> {
     options.check(operation)?;
     row_dtype(operation, q.dtype())?;
     let dtypes = [q, k, v].map(FlexTensor::dtype);
     if dtypes.iter().any(|dtype| *dtype != q.dtype()) {
-        return Err(Error::invalid(
-            operation,
-            format!("q, k and v are {dtypes:?}"),
-            "cast them to one type",
-        ));
+        return Err(Error::invalid(operation, format!("q, k and v are {dtypes:?}"), "cast them to one type"));
     }
     let mut dims = [[0; 4]; 3];
     for (dims, tensor) in dims.iter_mut().zip([q, k, v]) {
@@ -205,13 +191,7 @@ fn check(
     Ok((FlashShape::of(operation, dims[0], dims[1], dims[2])?, q.dtype()))
 }
 
-fn beside(
-    operation: &'static str,
-    name: &str,
-    tensor: &FlexTensor,
-    shape: &[usize],
-    dtype: DType,
-) -> Result<()> {
+fn beside(operation: &'static str, name: &str, tensor: &FlexTensor, shape: &[usize], dtype: DType) -> Result<()> {
     if tensor.layout().shape().as_slice() == shape && tensor.dtype() == dtype {
         return Ok(());
     }

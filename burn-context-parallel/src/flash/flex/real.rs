@@ -33,12 +33,7 @@ pub(super) trait Real: Stored<Real = Self> + PartialOrd {
     fn sub<S: Simd>(s: S, a: Self::Lanes<S>, b: Self::Lanes<S>) -> Self::Lanes<S>;
     fn mul<S: Simd>(s: S, a: Self::Lanes<S>, b: Self::Lanes<S>) -> Self::Lanes<S>;
     /// `a b + c`
-    fn mul_add<S: Simd>(
-        s: S,
-        a: Self::Lanes<S>,
-        b: Self::Lanes<S>,
-        c: Self::Lanes<S>,
-    ) -> Self::Lanes<S>;
+    fn mul_add<S: Simd>(s: S, a: Self::Lanes<S>, b: Self::Lanes<S>, c: Self::Lanes<S>) -> Self::Lanes<S>;
     fn max<S: Simd>(s: S, a: Self::Lanes<S>, b: Self::Lanes<S>) -> Self::Lanes<S>;
     /// `instead` wherever `a` is `value`.
     fn replace<S: Simd>(s: S, a: Self::Lanes<S>, value: Self, instead: Self) -> Self::Lanes<S>;
@@ -107,18 +102,7 @@ macro_rules! arithmetic {
 }
 
 impl Real for f32 {
-    arithmetic!(
-        f32,
-        f32s,
-        splat_f32s,
-        add_f32s,
-        sub_f32s,
-        mul_f32s,
-        mul_add_e_f32s,
-        max_f32s,
-        equal_f32s,
-        select_f32s
-    );
+    arithmetic!(f32, f32s, splat_f32s, add_f32s, sub_f32s, mul_f32s, mul_add_e_f32s, max_f32s, equal_f32s, select_f32s);
 
     #[inline(always)]
     fn exp<S: Simd>(s: S, x: S::f32s) -> S::f32s {
@@ -126,14 +110,8 @@ impl Real for f32 {
         // the lowest bits of the sum.
         const ROUND: f32 = 12_582_912.0;
         // 2^f = 1 + f (c0 + c1 f + ..), interpolated at Chebyshev nodes: relative error below 1e-8.
-        const C: [f32; 6] = [
-            std::f32::consts::LN_2,
-            0.240_226_5,
-            0.055_503_57,
-            0.009_618_082,
-            0.001_339_086_3,
-            0.000_154_531_63,
-        ];
+        const C: [f32; 6] =
+            [std::f32::consts::LN_2, 0.240_226_5, 0.055_503_57, 0.009_618_082, 0.001_339_086_3, 0.000_154_531_63];
         let log2e = s.splat_f32s(std::f32::consts::LOG2_E);
         let round = s.splat_f32s(ROUND);
         let shifted = s.mul_add_e_f32s(x, log2e, round);
@@ -155,18 +133,7 @@ impl Real for f32 {
 }
 
 impl Real for f64 {
-    arithmetic!(
-        f64,
-        f64s,
-        splat_f64s,
-        add_f64s,
-        sub_f64s,
-        mul_f64s,
-        mul_add_e_f64s,
-        max_f64s,
-        equal_f64s,
-        select_f64s
-    );
+    arithmetic!(f64, f64s, splat_f64s, add_f64s, sub_f64s, mul_f64s, mul_add_e_f64s, max_f64s, equal_f64s, select_f64s);
 
     /// One lane at a time: f64 is for checking, not for training.
     #[inline(always)]

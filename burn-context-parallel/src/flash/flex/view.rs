@@ -28,17 +28,10 @@ impl<'a, E: Stored> View<'a, E> {
         if dims.iter().all(|&n| n > 0) {
             // What makes every pointer below valid: the lowest and the highest element are in the storage.
             let reach = |keep: fn(isize) -> bool| -> isize {
-                dims.iter()
-                    .zip(strides)
-                    .filter(|(_, s)| keep(*s))
-                    .map(|(&n, s)| (n as isize - 1) * s)
-                    .sum()
+                dims.iter().zip(strides).filter(|(_, s)| keep(*s)).map(|(&n, s)| (n as isize - 1) * s).sum()
             };
             let (low, high) = (start + reach(|s| s < 0), start + reach(|s| s > 0));
-            assert!(
-                low >= 0 && (high as usize) < storage.len(),
-                "a tensor reaches beyond its storage"
-            );
+            assert!(low >= 0 && (high as usize) < storage.len(), "a tensor reaches beyond its storage");
         }
         Self { storage, start, dims, strides }
     }
@@ -109,8 +102,7 @@ impl<'a, E: Stored> View<'a, E> {
             let row = self.pointer(b, head, first + r);
             for e in 0..d {
                 // SAFETY: `new` checked the extremes.
-                to[e * width + r] =
-                    unsafe { *row.offset(e as isize * stride) }.widen().times(scale);
+                to[e * width + r] = unsafe { *row.offset(e as isize * stride) }.widen().times(scale);
             }
         }
     }

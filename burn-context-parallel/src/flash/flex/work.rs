@@ -60,11 +60,7 @@ impl<'a, R: Pod> Parts<'a, R> {
 /// Tasks are taken in order by whoever is free: put the long ones first. What a task computes does not depend on who runs
 /// it, so results are the same on any number of threads. Tasks never wait for anything, so ranks that are threads of one
 /// process can share the pool.
-pub(super) fn run<T: Send>(
-    tasks: Vec<T>,
-    scratch_bytes: usize,
-    work: impl Fn(T, &mut Scratch) + Sync,
-) {
+pub(super) fn run<T: Send>(tasks: Vec<T>, scratch_bytes: usize, work: impl Fn(T, &mut Scratch) + Sync) {
     let threads = workers(tasks.len(), rayon::current_num_threads());
     let queue = Mutex::new(tasks.into_iter());
     let worker = || {
