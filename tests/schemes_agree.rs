@@ -54,13 +54,13 @@ fn one_device(case: Case) -> [Tensor<4>; 4] {
 }
 
 /// The same from ranks; `per_stage` chooses U-Pipe, none Ulysses.
-fn many_ranks(case: Case, layout: &SequenceLayout, per_stage: Option<usize>) -> [Tensor<4>; 4] {
+fn many_ranks(case: Case, layout: &SequenceLayout, per_stage: Option<usize>, dtype: DType) -> [Tensor<4>; 4] {
     let layout_of_ranks = layout.clone();
     let parts = on_ranks(layout.ranks(), move |world| {
         let layout = &layout_of_ranks;
         let device = Device::flex().autodiff();
         let mine = |data: &TensorData| {
-            let whole = tensor::<4>(data, DType::F64, &Device::flex());
+            let whole = tensor::<4>(data, dtype, &Device::flex());
             Tensor::from_inner(layout.cut(&whole, 1, world.rank())).to_device(&device)
         };
         let [q, k, v, d_out] = inputs(case).each_ref().map(mine);
@@ -82,13 +82,13 @@ fn many_ranks(case: Case, layout: &SequenceLayout, per_stage: Option<usize>) -> 
             .map(|x| x.to_data()))
     });
     std::array::from_fn(|i| {
-        let parts: Vec<Tensor<4>> = parts.iter().map(|part| tensor(&part[i], DType::F64, &Device::flex())).collect();
+        let parts: Vec<Tensor<4>> = parts.iter().map(|part| tensor(&part[i], dtype, &Device::flex())).collect();
         layout.assemble(&parts, 1)
     })
 }
 
 fn compare(case: Case, layout: &SequenceLayout, per_stage: Option<usize>, expected: &[Tensor<4>; 4]) {
-    let actual = many_ranks(case, layout, per_stage);
+    let actual = many_ranks(case, layout, per_stage, DType::F64);
     for (name, (a, b)) in ["out", "dq", "dk", "dv"].iter().zip(actual.iter().zip(expected)) {
         assert_close(format!("{case:?}, {layout}, U {per_stage:?}: {name}"), a, b, TOLERANCE);
     }
@@ -309,5 +309,24 @@ fn lora_composes_with_upipe() {
             tensor::<1>(&TensorData::new(values.clone(), [values.len()]), DType::F32, &Device::flex())
         };
         assert_close(format!("gradient {i}"), &flat(a), &flat(b), 1e-5);
+    }
+}
+
+/// Half types: computed and summed in f32, rounded when they are exchanged and at the end. A rounding is 2^-8 (bf16) or 2^-11 (f16) of a
+/// value; a dozen of them on the way from the inputs to a gradient are allowed.
+#[rstest]
+fn half_types_are_one_device_within_their_rounding(
+    #[values((DType::BF16, 12.0 / 256.0), (DType::F16, 12.0 / 2048.0))] half: (DType, f64),
+    #[values((8, 2), (6, 1), (9, 3))] heads: (usize, usize),
+    #[values(2, 4)] ranks: usize,
+) {
+    let case = Case { heads: heads.0, kv_heads: heads.1, causal: true, seq: 29 };
+    let expected = one_device(case);
+    let layout = SequenceLayout::contiguous(case.seq, ranks).unwrap();
+    for per_stage in [None, Some(1), Some(ranks), Some(heads.0)] {
+        let actual = many_ranks(case, &layout, per_stage, half.0);
+        for (name, (a, b)) in ["out", "dq", "dk", "dv"].iter().zip(actual.iter().zip(&expected)) {
+            assert_close(format!("{half:?}, {case:?}, {layout}, U {per_stage:?}: {name}"), a, b, half.1);
+        }
     }
 }
