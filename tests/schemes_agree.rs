@@ -4,7 +4,7 @@
 //! largest magnitude is a thousand times what that explains.
 
 use burn::module::Module;
-use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::attention::{SequenceContext, ulysses};
 use burn_context_parallel::flash::{FlashOptions, reference};
 use burn_context_parallel::sequence::{RotaryFrequencies, SequenceLayout};
@@ -150,7 +150,6 @@ fn attention(scheme: AttentionScheme, heads: (usize, usize), device: &Device) ->
             })
         }
     }
-    let _ = Distribution::Default;
     let config = UPipeAttentionConfig::new(10, heads.0, heads.1, DIM).with_qkv_bias(true).with_output_bias(true);
     let module = config.init(device).unwrap().with_scheme(scheme).unwrap();
     let module = module.with_rotary(RotaryFrequencies::new(DIM, 10_000.0).unwrap()).unwrap();

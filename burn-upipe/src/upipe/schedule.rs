@@ -124,23 +124,6 @@ impl Stage {
     pub fn queries(&self) -> Vec<usize> {
         self.ranks.iter().flat_map(|rank| rank.queries.iter().copied()).collect()
     }
-
-    /// The key/value heads that arrive anywhere, each once.
-    pub fn arriving(&self) -> Vec<usize> {
-        distinct(self.ranks.iter().map(|rank| &rank.arriving))
-    }
-
-    /// The key/value heads that leave anywhere, each once.
-    pub fn leaving(&self) -> Vec<usize> {
-        distinct(self.ranks.iter().map(|rank| &rank.leaving))
-    }
-}
-
-fn distinct<'a>(lists: impl Iterator<Item = &'a Vec<usize>>) -> Vec<usize> {
-    let mut heads: Vec<usize> = lists.flatten().copied().collect();
-    heads.sort_unstable();
-    heads.dedup();
-    heads
 }
 
 impl fmt::Display for Schedule {

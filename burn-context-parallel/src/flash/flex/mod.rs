@@ -48,19 +48,7 @@ impl FlashOps for Flex {
         delta: FloatTensor<Self>,
         options: FlashOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let operation = "FlashOps::flash_backward";
-        let (shape, dtype) = check(operation, [&q, &k, &v], &options).or_raise();
-        beside(operation, "d_out", &d_out, &shape.q(), dtype).or_raise();
-        let rows = row_dtype(operation, dtype).or_raise();
-        beside(operation, "lse", &lse, &shape.rows(), rows).or_raise();
-        beside(operation, "delta", &delta, &shape.rows(), rows).or_raise();
-        let (inputs, rows) = ([&q, &k, &v, &d_out], [lse, delta]);
-        match dtype {
-            DType::F64 => backward_of::<f64>(&shape, inputs, rows, None, &options),
-            DType::F16 => backward_of::<f16>(&shape, inputs, rows, None, &options),
-            DType::BF16 => backward_of::<bf16>(&shape, inputs, rows, None, &options),
-            _ => backward_of::<f32>(&shape, inputs, rows, None, &options),
-        }
+        backward_checked("FlashOps::flash_backward", [&q, &k, &v, &d_out], [lse, delta], None, &options)
     }
 
     fn flash_backward_onto(
@@ -74,21 +62,35 @@ impl FlashOps for Flex {
         dv: FloatTensor<Self>,
         options: FlashOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let operation = "FlashOps::flash_backward_onto";
-        let (shape, dtype) = check(operation, [&q, &k, &v], &options).or_raise();
-        beside(operation, "d_out", &d_out, &shape.q(), dtype).or_raise();
-        let rows = row_dtype(operation, dtype).or_raise();
-        beside(operation, "lse", &lse, &shape.rows(), rows).or_raise();
-        beside(operation, "delta", &delta, &shape.rows(), rows).or_raise();
-        beside(operation, "dk", &dk, &shape.kv(), dtype).or_raise();
-        beside(operation, "dv", &dv, &shape.kv(), dtype).or_raise();
-        let (inputs, rows, onto) = ([&q, &k, &v, &d_out], [lse, delta], Some([dk, dv]));
-        match dtype {
-            DType::F64 => backward_of::<f64>(&shape, inputs, rows, onto, &options),
-            DType::F16 => backward_of::<f16>(&shape, inputs, rows, onto, &options),
-            DType::BF16 => backward_of::<bf16>(&shape, inputs, rows, onto, &options),
-            _ => backward_of::<f32>(&shape, inputs, rows, onto, &options),
-        }
+        let onto = Some([dk, dv]);
+        backward_checked("FlashOps::flash_backward_onto", [&q, &k, &v, &d_out], [lse, delta], onto, &options)
+    }
+}
+
+/// Both backward operations: `onto` holds dk and dv so far, if there are any.
+fn backward_checked(
+    operation: &'static str,
+    inputs: [&FlexTensor; 4],
+    [lse, delta]: [FlexTensor; 2],
+    onto: Option<[FlexTensor; 2]>,
+    options: &FlashOptions,
+) -> (FlexTensor, FlexTensor, FlexTensor) {
+    let [q, k, v, d_out] = inputs;
+    let (shape, dtype) = check(operation, [q, k, v], options).or_raise();
+    beside(operation, "d_out", d_out, &shape.q(), dtype).or_raise();
+    let rows = row_dtype(operation, dtype).or_raise();
+    beside(operation, "lse", &lse, &shape.rows(), rows).or_raise();
+    beside(operation, "delta", &delta, &shape.rows(), rows).or_raise();
+    if let Some([dk, dv]) = &onto {
+        beside(operation, "dk", dk, &shape.kv(), dtype).or_raise();
+        beside(operation, "dv", dv, &shape.kv(), dtype).or_raise();
+    }
+    let rows = [lse, delta];
+    match dtype {
+        DType::F64 => backward_of::<f64>(&shape, inputs, rows, onto, options),
+        DType::F16 => backward_of::<f16>(&shape, inputs, rows, onto, options),
+        DType::BF16 => backward_of::<bf16>(&shape, inputs, rows, onto, options),
+        _ => backward_of::<f32>(&shape, inputs, rows, onto, options),
     }
 }
 
