@@ -17,5 +17,5 @@ mod rotary;
 
 pub use batch::{Batch, Document, IGNORE_INDEX, Shard};
 pub use documents::{Documents, NO_DOCUMENT, PerToken};
-pub use layout::{Piece, SequenceLayout};
+pub use layout::{MAX_TOKENS, Piece, SequenceLayout};
 pub use rotary::{RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint};

@@ -35,5 +35,5 @@ pub use execute::{upipe, upipe_cross};
 pub use given::Given;
 pub use module::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 pub use projection::{Projection, ProjectionWeights};
-pub use schedule::{RankStage, Schedule, Stage};
+pub use schedule::{MAX_ENTRIES, MAX_HEADS, RankStage, Schedule, Stage};
 pub use source::StageSource;
