@@ -173,6 +173,22 @@ fn windows_with_documents_are_one_device(
     }
 }
 
+/// Queries that share a row of positions or documents beside keys that have a row for each sequence, and the other way around.
+#[rstest]
+fn one_side_may_share_its_row(#[values(None, Some(1))] per_stage: Option<usize>, #[values(true, false)] queries: bool) {
+    let layout = SequenceLayout::contiguous(9, 2).unwrap();
+    let shared = PerToken::shared(vec![0, 1, 2, 3, 4, 5, 6, 7, 8]);
+    let rows = PerToken::per_row(&[vec![0, 1, 2, 3, 4, 5, 6, 7, 8], vec![3, 3, 3, 1, 0, 9, 9, 2, 1]]).unwrap();
+    let (q, k) = if queries { (shared, rows) } else { (rows, shared) };
+    let documents = (Documents::from_ids(q.clone()), Documents::from_ids(k.clone()));
+    for options in [
+        FlashOptions::causal().with_positions(q, k),
+        FlashOptions::full().with_cross_documents(documents.0, documents.1),
+    ] {
+        check(&Case { heads: 4, kv_heads: 2, q_layout: layout.clone(), kv_layout: layout.clone(), per_stage, options });
+    }
+}
+
 /// The documents of a batch bound U-Pipe through the context as those in the options do.
 #[rstest]
 fn a_batchs_documents_reach_upipe(#[values(2, 3)] ranks: usize) {

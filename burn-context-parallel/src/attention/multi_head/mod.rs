@@ -2,11 +2,13 @@
 //!
 //! B batch, Sq queries, Sk keys, E model width, H heads, D = E / H.
 
-use burn::config::Config;
+mod config;
+mod input;
+
 use burn::module::Module;
-use burn::nn::attention::{MultiHeadAttention, MultiHeadAttentionConfig};
-use burn::nn::{Initializer, Linear, LinearConfig};
-use burn::tensor::{Bool, Device, Int, Tensor};
+use burn::nn::Linear;
+use burn::nn::attention::MultiHeadAttention;
+use burn::tensor::Tensor;
 
 use super::{SequenceContext, current, ulysses};
 use crate::flash::{FlashOptions, flash_attention, reference};
@@ -15,42 +17,13 @@ use crate::sequence::{Documents, NO_DOCUMENT, PerToken, SequenceLayout};
 use crate::vjp::beside;
 use crate::{Error, OrRaise, Result};
 
-const NAME: &str = "FlashMultiHeadAttention";
+pub use config::FlashMultiHeadAttentionConfig;
+pub use input::FlashMhaInput;
 
-/// Configuration of [`FlashMultiHeadAttention`].
-#[derive(Config, Debug)]
-pub struct FlashMultiHeadAttentionConfig {
-    /// Model width E.
-    pub d_model: usize,
-    /// Heads H; they divide E.
-    pub n_heads: usize,
-    /// Whether a query sees only keys up to its own position.
-    #[config(default = false)]
-    pub causal: bool,
-    /// Factor on scores; 1 / sqrt(D) if absent.
-    pub scale: Option<f64>,
-    /// How many positions a query looks back on, its own included.
-    pub window: Option<usize>,
-    /// How many positions a query looks ahead.
-    pub lookahead: Option<usize>,
-    /// The largest score.
-    pub softcap: Option<f64>,
-    /// How weights and biases are drawn, as in Burn's module.
-    #[config(default = "Initializer::KaimingUniform{gain:1.0/f64::sqrt(3.0), fan_out_only:false}")]
-    pub initializer: Initializer,
-    /// A bias on the key projection.
-    #[config(default = true)]
-    pub key_bias: bool,
-    /// A bias on the value projection.
-    #[config(default = true)]
-    pub value_bias: bool,
-    /// A bias on the query projection.
-    #[config(default = true)]
-    pub query_bias: bool,
-    /// A bias on the output projection.
-    #[config(default = true)]
-    pub output_bias: bool,
-}
+use config::{expect_counts, expect_the_same_function};
+use input::{gathered, rows};
+
+const NAME: &str = "FlashMultiHeadAttention";
 
 /// Multi-head attention, self or cross, with the parameters of `burn::nn`'s `MultiHeadAttention`: a record of either loads into the
 /// other.
@@ -106,93 +79,6 @@ struct Settings {
     d_model: usize,
     n_heads: usize,
     options: FlashOptions,
-}
-
-/// What attends to what, as Burn's `MhaInput`.
-#[derive(Clone, Debug)]
-pub struct FlashMhaInput {
-    query: Tensor<3>,
-    key: Tensor<3>,
-    value: Tensor<3>,
-    mask_pad: Option<Tensor<2, Bool>>,
-    mask_attn: Option<Tensor<3, Bool>>,
-    documents: Option<(Documents, Documents)>,
-}
-
-impl FlashMhaInput {
-    /// A sequence [B, S, E] that attends to itself.
-    pub fn self_attn(x: Tensor<3>) -> Self {
-        Self::new(x.clone(), x.clone(), x)
-    }
-
-    /// Queries [B, Sq, E] that attend to keys and values [B, Sk, E].
-    pub fn new(query: Tensor<3>, key: Tensor<3>, value: Tensor<3>) -> Self {
-        Self { query, key, value, mask_pad: None, mask_attn: None, documents: None }
-    }
-
-    /// Hides keys that are padding: [B, Sk], true is hidden. Across ranks each gives the mask of its own keys.
-    ///
-    /// A query that sees no key at all has attention 0 (and the output's bias); Burn gives it the mean of all values.
-    pub fn mask_pad(mut self, mask: Tensor<2, Bool>) -> Self {
-        self.mask_pad = Some(mask);
-        self
-    }
-
-    /// Hides pairs: [B, Sq, Sk], true is hidden. Taken by [`FlashMultiHeadAttention::forward_dense`] only.
-    pub fn mask_attn(mut self, mask: Tensor<3, Bool>) -> Self {
-        self.mask_attn = Some(mask);
-        self
-    }
-
-    /// Bounds attention by documents, which queries and keys share by their numbers; across ranks, those of the whole sequences.
-    ///
-    /// In a scope a sequence's documents come with its batch.
-    pub fn documents(mut self, queries: Documents, keys: Documents) -> Self {
-        self.documents = Some((queries, keys));
-        self
-    }
-}
-
-impl FlashMultiHeadAttentionConfig {
-    /// The configuration of the same function.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Unsupported`] for dropout, quiet softmax, and a `min_float` that leaves masked keys some weight.
-    pub fn from_burn(config: &MultiHeadAttentionConfig) -> Result<Self> {
-        expect_the_same_function(config.dropout, config.quiet_softmax, config.min_float)?;
-        Ok(Self::new(config.d_model, config.n_heads)
-            .with_initializer(config.initializer.clone())
-            .with_key_bias(config.key_bias)
-            .with_value_bias(config.value_bias)
-            .with_query_bias(config.query_bias)
-            .with_output_bias(config.output_bias))
-    }
-
-    /// The module, on `device`.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Invalid`] if a count is zero, H does not divide E, or an option describes no attention (a window of 0, a scale or a
-    /// softcap that is no number).
-    pub fn init(&self, device: &Device) -> Result<FlashMultiHeadAttention> {
-        expect_counts(self.d_model, self.n_heads)?;
-        let mut options = if self.causal { FlashOptions::causal() } else { FlashOptions::full() };
-        (options.scale, options.window) = (self.scale, self.window);
-        (options.lookahead, options.softcap) = (self.lookahead, self.softcap);
-        options.check(NAME)?;
-        let linear = |bias: bool| {
-            let config = LinearConfig::new(self.d_model, self.d_model).with_bias(bias);
-            config.with_initializer(self.initializer.clone()).init(device)
-        };
-        Ok(FlashMultiHeadAttention {
-            query: linear(self.query_bias),
-            key: linear(self.key_bias),
-            value: linear(self.value_bias),
-            output: linear(self.output_bias),
-            settings: Settings { d_model: self.d_model, n_heads: self.n_heads, options },
-        })
-    }
 }
 
 impl FlashMultiHeadAttention {
@@ -482,71 +368,4 @@ impl FlashMultiHeadAttention {
         let [batch, _, len, _] = out.dims();
         self.output.forward(out.swap_dims(1, 2).reshape([batch, len, self.settings.d_model]))
     }
-}
-
-/// The mask of the whole sequence from each rank's part of it.
-fn gathered(
-    mask: Tensor<2, Bool>,
-    batch: usize,
-    group: &ProcessGroup,
-    layout: &SequenceLayout,
-) -> Result<Vec<Vec<i64>>> {
-    let len = mask.dims()[1];
-    if layout.ranks() != group.size() || layout.local_len(group.rank()) != len {
-        return Err(Error::invalid(
-            NAME,
-            format!("a mask of {len} keys on rank {} of {}; the layout is {layout}", group.rank(), group.size()),
-            "pass each rank's own part of the mask",
-        ));
-    }
-    let parts = group.all_gather_uneven(mask.inner().int())?;
-    if let Some(part) = parts.iter().map(Tensor::dims).find(|dims| dims[0] != batch) {
-        return Err(Error::invalid(
-            NAME,
-            format!("a mask of shape {part:?} beside one of {batch} rows"),
-            "use one batch",
-        ));
-    }
-    Ok(rows(layout.assemble(&parts, 1), batch))
-}
-
-fn rows(mask: Tensor<2, Int>, batch: usize) -> Vec<Vec<i64>> {
-    let values: Vec<i64> = mask.into_data().iter::<i64>().collect();
-    values.chunks((values.len() / batch).max(1)).map(<[i64]>::to_vec).collect()
-}
-
-fn expect_counts(d_model: usize, n_heads: usize) -> Result<()> {
-    // Weights of this many elements can be addressed.
-    let fits = d_model.checked_mul(d_model).is_some_and(|count| count <= isize::MAX as usize / size_of::<f64>());
-    if d_model == 0 || n_heads == 0 || !d_model.is_multiple_of(n_heads) || !fits {
-        return Err(Error::invalid(
-            NAME,
-            format!("d_model {d_model}, n_heads {n_heads}"),
-            "make d_model a multiple of n_heads, both positive",
-        ));
-    }
-    Ok(())
-}
-
-/// Refuses what Burn's module computes and this one does not.
-fn expect_the_same_function(dropout: f64, quiet_softmax: bool, min_float: f64) -> Result<()> {
-    if dropout != 0.0 {
-        return Err(Error::unsupported(
-            NAME,
-            format!("dropout of {dropout} on attention weights, which never exist,"),
-            "set it to 0 (config.with_dropout(0.0), or module.dropout.prob = 0.0) and put a Dropout after attention",
-        ));
-    }
-    if quiet_softmax {
-        return Err(Error::unsupported(NAME, "quiet_softmax", "use quiet_softmax = false, or stay with Burn's module"));
-    }
-    // exp(-1000) beside ordinary scores is 0 in f64, too.
-    if min_float.is_nan() || min_float > -1e3 {
-        return Err(Error::unsupported(
-            NAME,
-            format!("min_float of {min_float}, with which masked keys keep weight,"),
-            "use -1000 or less (Burn's default is -10000): masked keys are hidden here",
-        ));
-    }
-    Ok(())
 }
