@@ -86,7 +86,8 @@ fn written_out(
     options: &FlashOptions,
 ) -> Result<(Tensor<4>, Tensor<3>)> {
     let shape = check::check_plain(operation, &q, &k, &v, options)?;
-    let dims = mask.iter().map(|mask| ("the mask", mask.dims())).chain(bias.iter().map(|bias| ("the bias", bias.dims())));
+    let dims =
+        mask.iter().map(|mask| ("the mask", mask.dims())).chain(bias.iter().map(|bias| ("the bias", bias.dims())));
     for (name, dims) in dims {
         fits(operation, name, dims, &shape)?;
     }
@@ -106,7 +107,8 @@ fn written_out(
         q.cast(compute).matmul(k.swap_dims(2, 3)) * options.resolved_scale(d)
     };
     let scores = match options.softcap {
-        Some(cap) => (scores / cap).tanh() * cap,
+        // Burn divides gradients by a scalar in f32 in f64 graphs, too.
+        Some(cap) => (scores * (1.0 / cap)).tanh() * cap,
         None => scores,
     };
     let scores = match bias {
@@ -155,5 +157,9 @@ fn fits(operation: &'static str, name: &str, dims: [usize; 4], shape: &FlashShap
     if dims.iter().zip(whole).all(|(dim, whole)| *dim == 1 || *dim == whole) {
         return Ok(());
     }
-    Err(Error::invalid(operation, format!("{name} is {dims:?}"), format!("give {whole:?}, or 1 in place of any of these")))
+    Err(Error::invalid(
+        operation,
+        format!("{name} is {dims:?}"),
+        format!("give {whole:?}, or 1 in place of any of these"),
+    ))
 }
