@@ -10,7 +10,11 @@
 mod batch;
 mod layout;
 mod rotary;
+mod rotary_embedding;
+mod scaling;
 
 pub use batch::{Batch, IGNORE_INDEX, Shard};
 pub use layout::{Piece, SequenceLayout};
 pub use rotary::{RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint};
+pub use rotary_embedding::{RotaryEmbedding, RotaryEmbeddingConfig};
+pub use scaling::RotaryScaling;

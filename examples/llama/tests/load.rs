@@ -7,7 +7,7 @@ use std::path::Path;
 
 use burn::tensor::Device;
 use common::{edited, folder};
-use llama::{LlamaConfig, LlamaError, ParallelConfig, RopeScaling, load};
+use llama::{LlamaConfig, LlamaError, ParallelConfig, RotaryScaling, load};
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -208,7 +208,7 @@ fn what_is_not_json_is_an_error(#[case] text: &str) {
 fn the_older_layout_means_the_same() {
     let newer = fs::read_to_string(folder("llama_scaled_tied").join("config.json")).unwrap();
     let newer = LlamaConfig::parse(&newer, Path::new("c")).unwrap();
-    assert!(matches!(newer.rope_scaling, RopeScaling::Llama3 { .. }));
+    assert!(matches!(newer.rope_scaling, RotaryScaling::Llama3 { .. }));
     let mut older = newer.to_json();
     let fields = older.as_object_mut().unwrap();
     let mut rope = fields.remove("rope_parameters").unwrap();
