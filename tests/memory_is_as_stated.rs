@@ -88,8 +88,13 @@ fn measure(stage_heads: Option<usize>, width: usize, trainable: bool) -> Peaks {
         let out = match stage_heads {
             Some(per_stage) => {
                 let schedule = Schedule::new(HEADS, KV_HEADS, RANKS, per_stage)?;
-                let parts =
-                    ProjectionWeights { q: wq.clone(), k: wk.clone(), v: wv.clone(), biases: [None, None, None] };
+                let parts = ProjectionWeights {
+                    q: wq.clone(),
+                    k: wk.clone(),
+                    v: wv.clone(),
+                    biases: [None, None, None],
+                    norms: [None, None],
+                };
                 let (source, inputs) = Projection::new(x.clone(), parts, DIM, Some(table));
                 upipe::upipe(source, inputs, &schedule, &FlashOptions::causal(), &context)?
             }

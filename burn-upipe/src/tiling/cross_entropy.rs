@@ -25,6 +25,16 @@ pub struct TokenLoss {
     pub valid: usize,
 }
 
+/// One rank's part of a loss whose denominator was known before: of a step of several micro-batches, say.
+#[derive(Clone, Debug)]
+pub struct LossShare {
+    /// The sum of this rank's losses over `total`, of shape `[1]`. Shares of all ranks and micro-batches sum to the mean, and so do
+    /// their gradients.
+    pub share: Tensor<1>,
+    /// Valid targets in this share.
+    pub valid: usize,
+}
+
 /// Linear layer and cross-entropy, over tiles of tokens.
 ///
 /// ```
@@ -63,6 +73,15 @@ impl TiledLinearCrossEntropy {
     pub fn forward(&self, x: Tensor<3>, targets: Tensor<2, Int>, group: Option<&ProcessGroup>) -> Result<TokenLoss> {
         tiled_cross_entropy(&self.inner, x, targets, self.tile, group, |linear, x| linear.forward(x))
     }
+
+    /// As [`tiled_cross_entropy_over`], with the layer of this module.
+    ///
+    /// # Errors
+    ///
+    /// As [`tiled_cross_entropy_over`].
+    pub fn forward_over(&self, x: Tensor<3>, targets: Tensor<2, Int>, total: usize) -> Result<LossShare> {
+        tiled_cross_entropy_over(&self.inner, x, targets, self.tile, total, |linear, x| linear.forward(x))
+    }
 }
 
 /// Cross-entropy of `project(module, x)` against `targets`, one mean over all valid targets of all ranks.
@@ -71,7 +90,8 @@ impl TiledLinearCrossEntropy {
 /// mean = sum_r sum_i (logsumexp(z_i) - z_i[t_i]) / sum_r count_r,   z = project(module, x),  t_i != IGNORE_INDEX
 /// ```
 ///
-/// The ranks are those of `group`, or if that is `None` those of the sequence scope. Targets are already shifted, as
+/// The ranks are those of `group`, or if that is `None` those of the sequence scope: pass a larger group than the scope's where ranks
+/// have different batches, too. Targets are already shifted, as
 /// [`Batch::shard`](burn_context_parallel::sequence::Batch::shard) has them. Without any valid target the loss is 0 and so is every gradient; a rank without targets adds
 /// zero. Logits are taken to f32 before the softmax.
 ///
@@ -98,6 +118,91 @@ pub fn tiled_cross_entropy<M, F>(
     group: Option<&ProcessGroup>,
     project: F,
 ) -> Result<TokenLoss>
+where
+    M: Module + 'static,
+    F: Fn(&M, Tensor<3>) -> Tensor<3> + Send + 'static,
+{
+    let (sum, valid) = tiled_sum(module, x, targets, tile, project)?;
+    let scope = current();
+    let group = group.or(scope.as_ref().map(|context| context.group()));
+    mean(sum, valid, group)
+}
+
+/// [`tiled_cross_entropy`] with a denominator that the caller knows: the valid targets of everything that a step learns from.
+///
+/// ```text
+/// share = sum_i (logsumexp(z_i) - z_i[t_i]) / total
+/// ```
+///
+/// With gradient accumulation a mean per micro-batch, averaged, would weigh a target by how few others are beside it. Here all
+/// count alike: give every micro-batch on every rank the same `total`, and sum shares and gradients.
+///
+/// # Shapes
+///
+/// As [`tiled_cross_entropy`].
+///
+/// # Errors
+///
+/// As [`tiled_cross_entropy`], and [`Error::Invalid`] if `total` is less than the valid targets at hand.
+///
+/// # Memory
+///
+/// As [`tiled_cross_entropy`].
+///
+/// # Communication
+///
+/// None.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_upipe::tiling::tiled_cross_entropy_over;
+///
+/// let device = Device::flex();
+/// let head = LinearConfig::new(4, 10).init(&device);
+/// let share = |targets: [[i64; 3]; 1], total| {
+///     let x = Tensor::<3>::zeros([1, 3, 4], &device);
+///     let targets = Tensor::<2, Int>::from_ints(targets, &device);
+///     tiled_cross_entropy_over(&head, x, targets, None, total, |head: &Linear, x| head.forward(x))
+/// };
+/// // Micro-batches of one and of three targets.
+/// let parts = [share([[7, -100, -100]], 4)?, share([[1, 2, 3]], 4)?];
+/// assert_eq!(parts.each_ref().map(|part| part.valid), [1, 3]);
+/// assert!(share([[1, 2, 3]], 2).is_err());
+/// # Ok::<(), burn_context_parallel::Error>(())
+/// ```
+pub fn tiled_cross_entropy_over<M, F>(
+    module: &M,
+    x: Tensor<3>,
+    targets: Tensor<2, Int>,
+    tile: Option<usize>,
+    total: usize,
+    project: F,
+) -> Result<LossShare>
+where
+    M: Module + 'static,
+    F: Fn(&M, Tensor<3>) -> Tensor<3> + Send + 'static,
+{
+    let (sum, valid) = tiled_sum(module, x, targets, tile, project)?;
+    if total < valid {
+        return Err(Error::invalid(
+            NAME,
+            format!("a total of {total} targets, of which {valid} are in this part"),
+            "count the valid targets of all micro-batches and ranks of the step",
+        ));
+    }
+    let factor = if total == 0 { 0.0 } else { 1.0 / total as f64 };
+    Ok(LossShare { share: sum * factor, valid })
+}
+
+/// The sum of the losses of all valid targets at hand, and how many those are.
+fn tiled_sum<M, F>(
+    module: &M,
+    x: Tensor<3>,
+    targets: Tensor<2, Int>,
+    tile: Option<usize>,
+    project: F,
+) -> Result<(Tensor<1>, usize)>
 where
     M: Module + 'static,
     F: Fn(&M, Tensor<3>) -> Tensor<3> + Send + 'static,
@@ -147,10 +252,7 @@ where
     };
     let sum =
         catch(|| if tile.is_some() { recompute(NAME, module, x, 1, cut, Join::Sum, f) } else { f(module, x, 0) })?;
-
-    let scope = current();
-    let group = group.or(scope.as_ref().map(|context| context.group()));
-    mean(sum, valid, group)
+    Ok((sum, valid))
 }
 
 /// The sum of the losses of the valid targets, [1] in f32.

@@ -2,7 +2,8 @@
 //! the sequence.
 //!
 //! - [`TiledMlp`], [`TiledNorm`]: y = f(x), tile by tile.
-//! - [`TiledLinearCrossEntropy`], [`tiled_cross_entropy`]: the output layer and the loss; logits are never whole.
+//! - [`TiledLinearCrossEntropy`], [`tiled_cross_entropy`], [`tiled_cross_entropy_over`]: the output layer and the loss; logits are
+//!   never whole.
 //!
 //! Tiles are recomputed in the backward pass by the same mechanism as a checkpointed block. Choose them as large as memory
 //! allows: small tiles cost speed.
@@ -14,5 +15,7 @@
 mod cross_entropy;
 mod tokens;
 
-pub use cross_entropy::{TiledLinearCrossEntropy, TokenLoss, cross_entropy_bytes, tiled_cross_entropy};
+pub use cross_entropy::{
+    LossShare, TiledLinearCrossEntropy, TokenLoss, cross_entropy_bytes, tiled_cross_entropy, tiled_cross_entropy_over,
+};
 pub use tokens::{TiledMlp, TiledNorm, tile_bytes, tiles};

@@ -11,7 +11,7 @@ use burn_context_parallel::sequence::{IGNORE_INDEX, Shard};
 use burn_context_parallel::vjp::beside;
 use burn_context_parallel::{Error, OrRaise, catch};
 use burn_upipe::checkpoint::Checkpointed;
-use burn_upipe::tiling::{TiledNorm, TokenLoss, tiled_cross_entropy};
+use burn_upipe::tiling::{LossShare, TiledNorm, TokenLoss, tiled_cross_entropy, tiled_cross_entropy_over};
 
 use crate::block::{self, Block};
 use crate::config::LlamaConfig;
@@ -66,7 +66,7 @@ impl Llama {
     pub(crate) fn lazy(config: &LlamaConfig, device: &Device) -> Result<Self> {
         config.check()?;
         let layers = (0..config.num_hidden_layers)
-            .map(|_| Ok(Checkpointed::new(Block::lazy(config, device)?).enabled(false)))
+            .map(|layer| Ok(Checkpointed::new(Block::lazy(config, layer, device)?).enabled(false)))
             .collect::<Result<_>>()?;
         let lm_head = (!config.tie_word_embeddings)
             .then(|| block::linear(config, config.hidden_size, config.vocab_size, false, device));
@@ -139,19 +139,72 @@ impl Llama {
     /// [`LlamaError::Core`](crate::LlamaError::Core) if the shard is another group's or rank's, an id is not in the vocabulary, or a
     /// collective fails. Errors of the backward pass are [raised](burn_context_parallel::raise).
     pub fn loss(&self, shard: &Shard, group: &ProcessGroup) -> Result<TokenLoss> {
-        let context = SequenceContext::new(group, shard)?;
-        self.expect_ids("Llama::loss", "target", shard.targets.clone())?;
+        self.loss_across(shard, group, group)
+    }
+
+    /// [`loss`](Self::loss) where ranks have different batches, too: the sequence lies on the ranks of `sequence`, the mean is one
+    /// over all valid targets of the ranks of `all`. Sum gradients over `all`.
+    ///
+    /// # Errors
+    ///
+    /// As [`loss`](Self::loss).
+    ///
+    /// ```
+    /// use burn::tensor::Device;
+    /// use burn_context_parallel::attention::ContextParallelDevice;
+    /// use burn_context_parallel::group::{Axis, Mesh, MeshShape, launch};
+    /// use burn_context_parallel::sequence::Batch;
+    /// use llama::{Llama, LlamaConfig, ParallelConfig};
+    ///
+    /// let losses = launch(4, |world| {
+    ///     let device = Device::flex();
+    ///     let model = Llama::init(&LlamaConfig::new(32, 8, 16, 1, 2, 1), &ParallelConfig::all(), &device)?;
+    ///     let mesh = Mesh::new(&world, MeshShape { data: 2, ulysses: 2, ..MeshShape::default() })?;
+    ///     // Two batches of 3 and of 6 targets, each over two ranks.
+    ///     let batch = Batch::from_rows(&[(0..[4, 7][mesh.coordinates().data]).collect()])?;
+    ///     let sequence = mesh.axis(Axis::Ulysses);
+    ///     let shard = device.context_parallel(sequence).shard(&batch)?;
+    ///     model.loss_across(&shard, sequence, &world)
+    /// })?;
+    /// assert!(losses.iter().all(|loss| loss.valid == 9));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn loss_across(&self, shard: &Shard, sequence: &ProcessGroup, all: &ProcessGroup) -> Result<TokenLoss> {
         let (tile, targets) = (self.settings.loss_tile, shard.targets.clone());
-        let loss = catch(|| {
-            scope(Some(context), || {
-                let x = self.hidden(shard.tokens.clone());
-                match &self.lm_head {
-                    Some(head) => tiled_cross_entropy(head, x, targets, tile, Some(group), |head, x| head.forward(x)),
-                    None => tiled_cross_entropy(&self.embed_tokens, x, targets, tile, Some(group), tied_logits),
-                }
-            })
-        })??;
-        Ok(loss)
+        self.in_scope(shard, sequence, |x| match &self.lm_head {
+            Some(head) => tiled_cross_entropy(head, x, targets, tile, Some(all), |head, x| head.forward(x)),
+            None => tiled_cross_entropy(&self.embed_tokens, x, targets, tile, Some(all), tied_logits),
+        })
+    }
+
+    /// This rank's share of a loss whose denominator, `total` valid targets, is that of the whole step: of all its micro-batches
+    /// on all ranks. Shares summed over both are the mean, and so are gradients.
+    ///
+    /// # Errors
+    ///
+    /// As [`loss`](Self::loss), and if the shard alone has more valid targets than `total`.
+    ///
+    /// # Communication
+    ///
+    /// None but attention's.
+    pub fn loss_over(&self, shard: &Shard, sequence: &ProcessGroup, total: usize) -> Result<LossShare> {
+        let (tile, targets) = (self.settings.loss_tile, shard.targets.clone());
+        self.in_scope(shard, sequence, |x| match &self.lm_head {
+            Some(head) => tiled_cross_entropy_over(head, x, targets, tile, total, |head, x| head.forward(x)),
+            None => tiled_cross_entropy_over(&self.embed_tokens, x, targets, tile, total, tied_logits),
+        })
+    }
+
+    /// `f` of the shard's hidden states, in its scope.
+    fn in_scope<T>(
+        &self,
+        shard: &Shard,
+        sequence: &ProcessGroup,
+        f: impl FnOnce(Tensor<3>) -> Result<T, Error>,
+    ) -> Result<T> {
+        let context = SequenceContext::new(sequence, shard)?;
+        self.expect_ids("Llama::loss", "target", shard.targets.clone())?;
+        Ok(catch(|| scope(Some(context), || f(self.hidden(shard.tokens.clone()))))??)
     }
 
     /// A backend reads out of bounds or panics on an id that the table does not have.

@@ -66,3 +66,22 @@ fn all_cases_pass(
         }
     }
 }
+
+/// Models of every family, rotary scaling and layout of configuration: windows, biases, norms on heads, one key/value head, shards.
+#[rstest]
+fn every_family_passes(
+    #[values("1", "2", "3", "4")] ranks: &str,
+    #[values(&[], &["--checkpoint", "--tile", "40"])] techniques: &[&str],
+) {
+    let families = reference().join("families");
+    if ranks == "1" {
+        passes(&families, &[&["--attention", "single"], techniques].concat());
+    }
+    passes(&families, &[&["--attention", "ulysses", "--ranks", ranks], techniques].concat());
+    passes(&families, &[&["--attention", "upipe", "--ranks", ranks], techniques].concat());
+    // The fewest heads are four.
+    for width in ["1", "2", "3", "4"] {
+        let scheme = ["--attention", "upipe", "--ranks", ranks, "--heads-per-stage", width];
+        passes(&families, &[&scheme, techniques].concat());
+    }
+}
