@@ -1,8 +1,7 @@
 //! What the techniques promise of memory, counted: every heap byte of every rank, in a process of its own.
 //!
-//! The counting allocator sees all ranks together, exchange buffers included. Tests of this file run one at a time.
-
-use std::sync::{Mutex, MutexGuard};
+//! The counting allocator sees all ranks together, exchange buffers included, and every other thread as well. So this file is one
+//! test: nothing else runs, ends, or frees what it held, while something is counted.
 
 use burn::nn::LinearConfig;
 use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -20,14 +19,14 @@ use tests::on_ranks;
 #[global_allocator]
 static HEAP: CountingAllocator = CountingAllocator;
 
-static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-
-fn alone() -> MutexGuard<'static, ()> {
-    let guard = ONE_AT_A_TIME.lock().unwrap_or_else(|poison| poison.into_inner());
+#[test]
+fn memory_is_as_stated() {
     // Not vacuous: the allocator is installed and counts.
     let (_, peak) = heap::peak_of(|| std::hint::black_box(vec![1u8; 1 << 20]));
     assert!(peak >= 1 << 20, "the counting allocator is not installed");
-    guard
+    a_checkpointed_model_keeps_one_input_per_block();
+    the_loss_peak_does_not_grow_with_vocabulary_times_sequence();
+    upipe_needs_a_quarter_of_ulysses();
 }
 
 const MIB: f64 = (1 << 20) as f64;
@@ -138,9 +137,7 @@ impl Copied for Tensor<3> {
 
 /// As wide as its heads, as models are; weights frozen, since with only 4096 tokens their gradients (one copy a rank) would outweigh
 /// everything else. Then narrow and trained, so that the products of weight gradients are counted, too.
-#[test]
 fn upipe_needs_a_quarter_of_ulysses() {
-    let _alone = alone();
     for (width, trainable) in [(64, true), (large::HEADS * large::DIM, false)] {
         let staged = measure(Some(8), width, trainable);
         let whole = measure(None, width, trainable);
@@ -181,9 +178,7 @@ fn upipe_needs_a_quarter_of_ulysses() {
 }
 
 /// Eight blocks, each keeping its input and nothing else.
-#[test]
 fn a_checkpointed_model_keeps_one_input_per_block() {
-    let _alone = alone();
     let (layers, seq, width) = (8, 512, 64);
     let mut config = LlamaConfig::new(64, width, 4 * width, layers, 4, 2);
     config.tie_word_embeddings = true;
@@ -213,9 +208,7 @@ fn a_checkpointed_model_keeps_one_input_per_block() {
 }
 
 /// Logits would be V x S: with a tile, what grows with S is x, dx and the targets.
-#[test]
 fn the_loss_peak_does_not_grow_with_vocabulary_times_sequence() {
-    let _alone = alone();
     let (width, vocabulary, tile) = (16, 8192, 64);
     let device = Device::flex().autodiff();
     let head = LinearConfig::new(width, vocabulary).with_bias(false).init(&device);

@@ -1,23 +1,19 @@
-//! Attention takes O(S) memory, and exactly what its formulas say. In a binary of its own, for the allocator counts
-//! everything that runs.
+//! Attention takes O(S) memory, and exactly what its formulas say. One test in a binary of its own, for the allocator counts
+//! everything that runs: no other test may begin or end, and free what it held, meanwhile.
 
 mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_context_parallel::flash::{self, FlashOptions, FlashShape, backward_bytes, forward_bytes, reference};
 use common::random;
-use rstest::rstest;
 
 struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
-/// Tests of one binary run in parallel; measurements must not.
-static ALONE: Mutex<()> = Mutex::new(());
 
 // SAFETY: passes every call on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
@@ -73,13 +69,20 @@ fn kernels(s: usize, dtype: DType) -> (usize, usize) {
     (forward, backward)
 }
 
-#[rstest]
-fn kernels_hold_what_the_formulas_say(
-    #[values(DType::F32, DType::BF16, DType::F64)] dtype: DType,
-    #[values(1, 3)] threads: usize,
-) {
-    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+#[test]
+fn memory_is_as_stated() {
+    // Both live to the end: threads that end free what they held.
+    let pools = [1, 3].map(|threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
+    for dtype in [DType::F32, DType::BF16, DType::F64] {
+        for pool in &pools {
+            kernels_hold_what_the_formulas_say(dtype, pool);
+        }
+    }
+    doubling_the_sequence_at_most_doubles_the_peak();
+}
+
+fn kernels_hold_what_the_formulas_say(dtype: DType, pool: &rayon::ThreadPool) {
+    let threads = pool.current_num_threads();
     // The thread pool allocates on first use.
     pool.install(|| kernels(256, dtype));
     for s in [500, 1024, 4096] {
@@ -92,7 +95,7 @@ fn kernels_hold_what_the_formulas_say(
             let (one, all) = (formula(&shape(s), dtype, 1), formula(&shape(s), dtype, threads));
             assert!(
                 (0.97 * one as f64..=1.03 * all as f64).contains(&(counted as f64)),
-                "{what}, S = {s}: counted {counted}, formula {one} to {all}"
+                "{what}, {dtype:?}, {threads} threads, S = {s}: counted {counted}, formula {one} to {all}"
             );
         }
     }
@@ -109,9 +112,7 @@ fn step(s: usize, flash: bool) -> usize {
     peak(|| attention(q, k, v, &FlashOptions::causal()).unwrap().sum().backward()).1
 }
 
-#[test]
 fn doubling_the_sequence_at_most_doubles_the_peak() {
-    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     step(256, true);
     let (short, long) = (step(2048, true), step(4096, true));
     assert!(long as f64 <= 2.0 * short as f64 * 1.05, "{short} bytes became {long}");

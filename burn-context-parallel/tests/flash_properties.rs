@@ -4,6 +4,7 @@ mod common;
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_context_parallel::flash::{self, FlashOptions, flash_attention_with_lse, merge, reference};
+use burn_context_parallel::sequence::{Documents, PerToken};
 use common::{close, difference, largest, random, values};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -26,15 +27,64 @@ fn sizes() -> impl Strategy<Value = Sizes> {
     // Lengths around the tile size (96) and its fractions as well as tiny ones.
     let length = || prop_oneof![1usize..20, 90usize..103, 180usize..210];
     let options = (any::<bool>(), prop_oneof![Just(None), (-1.5f64..1.5).prop_map(Some)], -30i64..130, -30i64..130);
+    let reach = || prop_oneof![3 => Just(None), 2 => (1usize..250).prop_map(Some)];
+    let mask = (reach(), reach(), prop_oneof![2 => Just(None), 1 => (0.5f64..20.0).prop_map(Some)], 0usize..5, any::<bool>());
     let dim = prop_oneof![1usize..20, Just(16), Just(32), Just(64), Just(80)];
-    ((1usize..3, 1usize..3, 1usize..4), length(), length(), dim, options, 0usize..4, any::<u64>()).prop_map(
-        |((b, g, group), sq, sk, d, (causal, scale, q, k), lie, seed)| {
+    ((1usize..3, 1usize..3, 1usize..4), length(), length(), dim, options, mask, 0usize..4, any::<u64>()).prop_map(
+        |((b, g, group), sq, sk, d, (causal, scale, q, k), (window, lookahead, softcap, documents, placed), lie, seed)| {
             let base = if causal { FlashOptions::causal() } else { FlashOptions::full() };
             let mut options = base.with_offsets(q, k);
             options.scale = scale;
+            options.window = window;
+            options.lookahead = lookahead;
+            options.softcap = softcap;
+            let mut next = numbers(seed);
+            if let Some(ids) = documents.checked_sub(1) {
+                let mut side = |len| ids_of(ids, b, len, &mut next);
+                let (queries, keys) = (side(sq), side(sk));
+                options = options.with_cross_documents(Documents::from_ids(queries), Documents::from_ids(keys));
+            }
+            if placed {
+                let mut side = |len| PerToken::shared((0..len).map(|_| next() % 200 - 20).collect());
+                let (queries, keys) = (side(sq), side(sk));
+                options = options.with_offsets(0, 0).with_positions(queries, keys);
+            }
             Sizes { b, g, group, sq, sk, d, options, lie, seed }
         },
     )
+}
+
+/// Whole numbers without a pattern.
+fn numbers(seed: u64) -> impl FnMut() -> i64 {
+    let mut state = seed | 1;
+    move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as i64
+    }
+}
+
+/// Documents one after the other, long or short; scattered over the sequence; with tokens that belong to none; a row for each sequence.
+fn ids_of(kind: usize, batch: usize, len: usize, next: &mut impl FnMut() -> i64) -> PerToken {
+    let mut row = |kind: usize| -> Vec<i64> {
+        let mut id = 0;
+        (0..len)
+            .map(|_| match kind {
+                0 => {
+                    id += i64::from(next() % 70 == 0);
+                    id
+                }
+                1 => {
+                    id += i64::from(next() % 4 == 0);
+                    if id % 5 == 4 { -1 } else { id }
+                }
+                _ => next() % 4 - 1,
+            })
+            .collect()
+    };
+    match kind {
+        3 => PerToken::per_row(&(0..batch).map(|b| row(b % 3)).collect::<Vec<_>>()).unwrap(),
+        kind => PerToken::shared(row(kind)),
+    }
 }
 
 impl Sizes {

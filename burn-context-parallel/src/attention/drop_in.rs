@@ -13,6 +13,8 @@ const NAME: &str = "attention";
 /// [`ContextParallel::scope`](super::ContextParallel::scope) it runs across the ranks that share the sequence, outside it is plain flash
 /// attention. Tracked, exact, O(S) memory in both directions.
 ///
+/// In a scope, attention stays inside the documents of the batch, if it has any.
+///
 /// As in Burn, causal is aligned to the bottom right: query i sees key j if `j <= i + (Sk - Sq)`. Beyond Burn, k and v may have
 /// fewer heads than q (grouped queries).
 ///
@@ -38,7 +40,7 @@ pub fn attention(
 ///
 /// # Errors
 ///
-/// [`Error::Unsupported`] for a dense mask, a bias or a softcap (never silently ignored), [`Error::Invalid`] for shapes that do
+/// [`Error::Unsupported`] for a dense mask or a bias (never silently ignored), [`Error::Invalid`] for shapes that do
 /// not fit, [`Error::Group`] if another rank fails.
 pub fn try_attention(
     query: Tensor<4>,
@@ -48,31 +50,19 @@ pub fn try_attention(
     attn_bias: Option<Tensor<4>>,
     options: AttentionModuleOptions,
 ) -> Result<Tensor<4>> {
+    const DENSE: &str = "it would take O(S^2) memory: use is_causal, FlashOptions with a window, or documents \
+                         (Batch::with_documents); or ask for O(S^2) by name, flash::reference::dense_attention on one device";
     if mask.is_some() {
-        return Err(Error::unsupported(
-            NAME,
-            "a dense mask",
-            "it would take O(S^2) memory: use is_causal, or burn::tensor::module::attention outside a scope",
-        ));
+        return Err(Error::unsupported(NAME, "a dense mask", DENSE));
     }
     if attn_bias.is_some() {
-        return Err(Error::unsupported(
-            NAME,
-            "an attention bias",
-            "it would take O(S^2) memory: use burn::tensor::module::attention outside a scope",
-        ));
-    }
-    if let Some(softcap) = options.softcap {
-        return Err(Error::unsupported(
-            NAME,
-            format!("softcap {softcap}"),
-            "leave it None, or use burn::tensor::module::attention outside a scope",
-        ));
+        return Err(Error::unsupported(NAME, "an attention bias", DENSE));
     }
     let mut flash = if options.is_causal { FlashOptions::causal() } else { FlashOptions::full() };
     if let Some(scale) = options.scale {
         flash = flash.with_scale(scale);
     }
+    flash.softcap = options.softcap;
     match current() {
         None => {
             let offset = key.dims()[2] as i64 - query.dims()[2] as i64;
@@ -81,7 +71,7 @@ pub fn try_attention(
         Some(context) => {
             context.expect(NAME, query.dims()[0], query.dims()[2])?;
             context.expect(NAME, key.dims()[0], key.dims()[2])?;
-            let layout = context.layout();
+            let (layout, flash) = (context.layout(), context.bound(&flash)?);
             ulysses(query, key, value, &flash, context.group(), layout, layout)
         }
     }

@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex};
 
 use burn::tensor::{DType, Device};
 
+use crate::flash::FlashOptions;
 use crate::group::ProcessGroup;
-use crate::sequence::{RotaryFrequencies, RotaryTable, SequenceLayout, Shard};
+use crate::sequence::{Documents, RotaryFrequencies, RotaryTable, SequenceLayout, Shard};
 use crate::{Error, Result};
 
-/// Who shares the sequence, how it lies on them, and which positions this rank holds.
+/// Who shares the sequence, how it lies on them, which positions this rank holds, and which documents the sequence has.
 ///
 /// A clone is a handle to the same context.
 #[derive(Clone, Debug)]
@@ -22,6 +23,7 @@ struct Inner {
     group: ProcessGroup,
     layout: Arc<SequenceLayout>,
     positions: Arc<Vec<i64>>,
+    documents: Option<Documents>,
     rows: usize,
     // Every layer asks for the same table; it lives as long as the batch.
     tables: Mutex<Vec<TableEntry>>,
@@ -57,7 +59,8 @@ impl SequenceContext {
             ));
         }
         let rows = shard.tokens.dims()[0];
-        Ok(Self::build(group.clone(), layout.clone(), shard.positions_host().clone(), rows))
+        let documents = shard.documents().cloned();
+        Ok(Self::build(group.clone(), layout.clone(), shard.positions_host().clone(), documents, rows))
     }
 
     /// The context of a layout whose positions are the global indices, for `rows` sequences side by side.
@@ -74,7 +77,7 @@ impl SequenceContext {
             ));
         }
         let row: Vec<i64> = layout.indices(group.rank()).map(|index| index as i64).collect();
-        Ok(Self::build(group.clone(), Arc::new(layout), Arc::new(row.repeat(rows)), rows))
+        Ok(Self::build(group.clone(), Arc::new(layout), Arc::new(row.repeat(rows)), None, rows))
     }
 
     /// One device that holds the whole sequence of `len` tokens, positions from 0.
@@ -86,8 +89,14 @@ impl SequenceContext {
         Self::from_layout(&ProcessGroup::single(), SequenceLayout::contiguous(len, 1)?, rows)
     }
 
-    fn build(group: ProcessGroup, layout: Arc<SequenceLayout>, positions: Arc<Vec<i64>>, rows: usize) -> Self {
-        Self { inner: Arc::new(Inner { group, layout, positions, rows, tables: Mutex::default() }) }
+    fn build(
+        group: ProcessGroup,
+        layout: Arc<SequenceLayout>,
+        positions: Arc<Vec<i64>>,
+        documents: Option<Documents>,
+        rows: usize,
+    ) -> Self {
+        Self { inner: Arc::new(Inner { group, layout, positions, documents, rows, tables: Mutex::default() }) }
     }
 
     /// The ranks that share the sequence.
@@ -113,6 +122,28 @@ impl SequenceContext {
     /// This rank's positions, row by row.
     pub fn positions(&self) -> &[i64] {
         &self.inner.positions
+    }
+
+    /// The documents of the whole sequence, if attention is bounded by any.
+    pub fn documents(&self) -> Option<&Documents> {
+        self.inner.documents.as_ref()
+    }
+
+    /// The options of attention within this sequence: those given, bounded by the sequence's documents.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the options bring documents of their own: which of the two hold would be a guess.
+    pub fn bound(&self, options: &FlashOptions) -> Result<FlashOptions> {
+        match (&options.documents, self.documents()) {
+            (_, None) => Ok(options.clone()),
+            (None, Some(documents)) => Ok(options.clone().with_documents(documents.clone())),
+            (Some(_), Some(_)) => Err(Error::invalid(
+                "SequenceContext::bound",
+                "options with documents in a sequence with documents",
+                "give documents with the batch (Batch::with_documents), not with the options",
+            )),
+        }
     }
 
     /// Checks that a tensor's batch and sequence dims are this context's.

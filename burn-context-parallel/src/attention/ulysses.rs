@@ -35,7 +35,8 @@ impl Scheme {
 /// Exact attention over a sequence that lies on the ranks of `group`; tracked.
 ///
 /// Any head counts: with G < P a key/value head goes to every rank that needs it and its gradients are summed on the way
-/// back; with H < P some ranks only send and receive. Queries may lie differently from keys (`q_layout`, `kv_layout`).
+/// back; with H < P some ranks only send and receive. Queries may lie differently from keys (`q_layout`, `kv_layout`). Documents and
+/// positions in the options are those of the whole sequence, the same on every rank.
 ///
 /// # Shapes
 ///
@@ -68,6 +69,8 @@ pub fn ulysses(
     kv_layout: &SequenceLayout,
 ) -> Result<Tensor<4>> {
     check(&q, &k, &v, group, q_layout, kv_layout)?;
+    // Before any exchange: a rank without heads would find nothing wrong, and wait.
+    options.check_lengths(NAME, q.dims()[0], q_layout.len(), kv_layout.len())?;
     if group.size() == 1 && q_layout.padded_len() == q_layout.len() && kv_layout.padded_len() == kv_layout.len() {
         return flash::flash_attention(q, k, v, options);
     }

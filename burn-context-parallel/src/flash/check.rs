@@ -140,14 +140,19 @@ pub(crate) fn check_inputs(
     v: &Tensor<4>,
     options: &FlashOptions,
 ) -> Result<FlashShape> {
-    options.check(operation)?;
     let named = [("q", q), ("k", k), ("v", v)];
     check_places(operation, &named.map(|(name, t)| (name, t.clone().into_dispatch())))?;
-    check_plain(operation, q, k, v)
+    check_plain(operation, q, k, v, options)
 }
 
 /// Shapes and element types only: what [`reference`](super::reference) asks for, on any device.
-pub(crate) fn check_plain(operation: &'static str, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<FlashShape> {
+pub(crate) fn check_plain(
+    operation: &'static str,
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    options: &FlashOptions,
+) -> Result<FlashShape> {
     row_dtype(operation, q.dtype())?;
     for (name, tensor) in [("k", k), ("v", v)] {
         if tensor.dtype() != q.dtype() {
@@ -165,7 +170,9 @@ pub(crate) fn check_plain(operation: &'static str, q: &Tensor<4>, k: &Tensor<4>,
             ));
         }
     }
-    FlashShape::of(operation, q.dims(), k.dims(), v.dims())
+    let shape = FlashShape::of(operation, q.dims(), k.dims(), v.dims())?;
+    options.check_lengths(operation, shape.batch, shape.q_len, shape.k_len)?;
+    Ok(shape)
 }
 
 /// Refuses autodiff tensors where a schedule calls the bare kernels: their gradients would be lost silently.

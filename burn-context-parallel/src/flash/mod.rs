@@ -43,6 +43,8 @@
 mod check;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "flex")]
+mod mask;
 mod merge;
 mod ops;
 mod options;
@@ -286,7 +288,7 @@ pub fn delta(d_out: Tensor<4>, out: Tensor<4>) -> Tensor<3> {
 /// out + lse + threads x (tiles of queries, scores, keys, values and sums) + 64 bytes or so per tile of queries
 /// ```
 ///
-/// Linear in Sq; without Sk. f16 and bf16 inputs are converted tile by tile, not as a whole.
+/// Linear in Sq; without Sk. Documents and positions take another 16 bytes per tile and row of them. f16 and bf16 inputs are converted tile by tile, not as a whole.
 ///
 /// ```
 /// use burn::tensor::DType;

@@ -1,19 +1,35 @@
 //! What to attend to, and how scores are scaled.
 
+use crate::sequence::{Documents, PerToken};
 use crate::{Error, Result};
 
 /// The options of one attention.
 ///
-/// Query `i` sees key `j` if and only if `!causal || j + k_offset <= i + q_offset`. The offsets are the positions of the
-/// first query and the first key in the whole sequence, so that a block of queries can meet a block of keys.
+/// With p the positions of queries and keys (offset + index, or given [per token](Self::with_positions)), query `i` sees key `j`
+/// if and only if all of these hold:
+///
+/// ```text
+/// causal      p_j <= p_i
+/// window W    p_i - p_j < W                       itself and the W - 1 positions before it
+/// lookahead A p_j - p_i <= A
+/// documents   d_i = d_j, and d_i is a document
+/// ```
+///
+/// Scores are `s = scale q . k`, then with a softcap `cap tanh(s / cap)`.
 ///
 /// ```
 /// use burn_context_parallel::flash::FlashOptions;
+/// use burn_context_parallel::sequence::Documents;
 ///
 /// // Queries 1024.. of a sequence against its keys 0..
 /// let options = FlashOptions::causal().with_offsets(1024, 0);
-/// assert!(options.sees(0, 1024) && !options.sees(0, 1025));
+/// assert!(options.sees(0, 0, 1024) && !options.sees(0, 0, 1025));
 /// assert_eq!(options.resolved_scale(64), 0.125);
+///
+/// // Frames of a film, each seeing three before and after it; two films in one sequence.
+/// let films = Documents::from_lengths(&[100, 50]);
+/// let options = FlashOptions::full().with_window(4).with_lookahead(3).with_documents(films);
+/// assert!(options.sees(0, 98, 99) && !options.sees(0, 98, 100) && !options.sees(0, 50, 46));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
@@ -26,6 +42,16 @@ pub struct FlashOptions {
     pub q_offset: i64,
     /// Position of the first key.
     pub k_offset: i64,
+    /// How many positions a query looks back on, its own included.
+    pub window: Option<usize>,
+    /// How many positions a query looks ahead.
+    pub lookahead: Option<usize>,
+    /// The largest score.
+    pub softcap: Option<f64>,
+    /// The documents of queries and of keys.
+    pub documents: Option<(Documents, Documents)>,
+    /// The positions of queries and of keys, in place of offsets.
+    pub positions: Option<(PerToken, PerToken)>,
 }
 
 impl FlashOptions {
@@ -52,10 +78,70 @@ impl FlashOptions {
         self
     }
 
-    /// Whether query `i` of the block sees key `j` of the block.
-    pub fn sees(&self, i: usize, j: usize) -> bool {
+    /// A query sees no key `window` or more positions before it (`sliding_window` in Hugging Face's configurations): time is
+    /// O(S window).
+    pub fn with_window(mut self, window: usize) -> Self {
+        self.window = Some(window);
+        self
+    }
+
+    /// A query sees no key more than `lookahead` positions after it; 0 is causal.
+    pub fn with_lookahead(mut self, lookahead: usize) -> Self {
+        self.lookahead = Some(lookahead);
+        self
+    }
+
+    /// Bends scores to stay below `cap`: `cap tanh(s / cap)`.
+    pub fn with_softcap(mut self, cap: f64) -> Self {
+        self.softcap = Some(cap);
+        self
+    }
+
+    /// The documents of a sequence that attends to itself. Across ranks, those of the whole sequence.
+    pub fn with_documents(self, documents: Documents) -> Self {
+        self.with_cross_documents(documents.clone(), documents)
+    }
+
+    /// The documents of the queries and of the keys, which share numbers.
+    pub fn with_cross_documents(mut self, queries: Documents, keys: Documents) -> Self {
+        self.documents = Some((queries, keys));
+        self
+    }
+
+    /// The position of every query and of every key, in place of offsets. Across ranks, those of the whole sequence.
+    pub fn with_positions(mut self, queries: PerToken, keys: PerToken) -> Self {
+        self.positions = Some((queries, keys));
+        self
+    }
+
+    /// Whether query `i` of the block sees key `j` of the block, in one sequence of the batch.
+    ///
+    /// # Panics
+    ///
+    /// If there are positions or documents, but none for such a token.
+    pub fn sees(&self, sequence: usize, i: usize, j: usize) -> bool {
         // In i128: no pair of offsets overflows.
-        !self.causal || j as i128 + i128::from(self.k_offset) <= i as i128 + i128::from(self.q_offset)
+        let (p_i, p_j) = match &self.positions {
+            Some((q, k)) => (i128::from(q.row(sequence)[i]), i128::from(k.row(sequence)[j])),
+            None => (i as i128 + i128::from(self.q_offset), j as i128 + i128::from(self.k_offset)),
+        };
+        let same = |(q, k): &(Documents, Documents)| {
+            let (d_i, d_j) = (q.row(sequence)[i], k.row(sequence)[j]);
+            d_i == d_j && d_i >= 0
+        };
+        self.ahead().is_none_or(|ahead| p_j - p_i <= ahead)
+            && self.behind().is_none_or(|behind| p_i - p_j <= behind)
+            && self.documents.as_ref().is_none_or(same)
+    }
+
+    /// How far a query looks ahead, if there is a limit.
+    pub(crate) fn ahead(&self) -> Option<i128> {
+        if self.causal { Some(0) } else { self.lookahead.map(|ahead| ahead as i128) }
+    }
+
+    /// How far a query looks back, if there is a limit.
+    pub(crate) fn behind(&self) -> Option<i128> {
+        self.window.map(|window| window as i128 - 1)
     }
 
     /// The scale in use for a head dimension.
@@ -63,34 +149,67 @@ impl FlashOptions {
         self.scale.unwrap_or_else(|| 1.0 / (head_dim.max(1) as f64).sqrt())
     }
 
+    /// What is wrong with the options by themselves.
     pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
-        match self.scale {
-            Some(scale) if !scale.is_finite() => Err(Error::invalid(
-                operation,
-                format!("the scale is {scale}"),
-                "give a finite scale, or None for 1 / sqrt(D)",
-            )),
-            _ => Ok(()),
+        let wrong = |problem: String, remedy: &str| Err(Error::invalid(operation, problem, remedy));
+        if let Some(scale) = self.scale.filter(|scale| !scale.is_finite()) {
+            return wrong(format!("the scale is {scale}"), "give a finite scale, or None for 1 / sqrt(D)");
         }
+        if let Some(cap) = self.softcap.filter(|cap| !((*cap as f32).is_normal() && *cap > 0.0)) {
+            return wrong(format!("the softcap is {cap}"), "give a positive number, or None for no softcap");
+        }
+        if self.window == Some(0) {
+            return wrong("a window of 0 positions".to_owned(), "a window of 1 sees the query's own position");
+        }
+        if self.positions.is_some() && (self.q_offset, self.k_offset) != (0, 0) {
+            return wrong(
+                format!("offsets {} and {} beside positions per token", self.q_offset, self.k_offset),
+                "add the offsets to the positions",
+            );
+        }
+        Ok(())
     }
 
-    /// How many keys query `i` sees: the first so many.
-    #[cfg(feature = "flex")]
-    pub(crate) fn visible(&self, i: usize, k_len: usize) -> usize {
-        if !self.causal {
-            return k_len;
-        }
-        let last = i as i128 + i128::from(self.q_offset) - i128::from(self.k_offset);
-        (last + 1).clamp(0, k_len as i128) as usize
+    /// What is wrong with the options for sequences of `q_len` queries and `k_len` keys: for schedules, which check before they
+    /// communicate.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] for a scale or softcap that is no number, an empty window, documents or positions of another length.
+    pub fn expect_lengths(&self, operation: &'static str, q_len: usize, k_len: usize) -> Result<()> {
+        let documents = self.documents.as_ref().map(|(q, _)| q.rows());
+        let positions = self.positions.as_ref().map(|(q, _)| q.rows());
+        let batch = documents.into_iter().chain(positions).max().unwrap_or(1);
+        self.check_lengths(operation, batch, q_len, k_len)
     }
 
-    /// The first query that sees key `j`, or the number of queries.
-    #[cfg(feature = "flex")]
-    pub(crate) fn first_query(&self, j: usize, q_len: usize) -> usize {
-        if !self.causal {
-            return 0;
+    /// What is wrong with the options for a batch of `batch` sequences of `q_len` queries and `k_len` keys.
+    pub(crate) fn check_lengths(
+        &self,
+        operation: &'static str,
+        batch: usize,
+        q_len: usize,
+        k_len: usize,
+    ) -> Result<()> {
+        self.check(operation)?;
+        let documents = self.documents.as_ref().map(|(q, k)| ("documents", q.ids(), k.ids()));
+        let positions = self.positions.as_ref().map(|(q, k)| ("positions", q, k));
+        for (name, q, k) in documents.into_iter().chain(positions) {
+            for (side, given, len) in [("queries", q, q_len), ("keys", k, k_len)] {
+                if given.len() != len || given.rows() != 1 && given.rows() != batch {
+                    return Err(Error::invalid(
+                        operation,
+                        format!(
+                            "{name} of {} rows of {} tokens for {batch} sequences of {len} {side}",
+                            given.rows(),
+                            given.len()
+                        ),
+                        "give one value per token of the whole sequence, in one row for all sequences or in a row for each; \
+                         Documents::padded_to marks padding",
+                    ));
+                }
+            }
         }
-        let first = j as i128 + i128::from(self.k_offset) - i128::from(self.q_offset);
-        first.clamp(0, q_len as i128) as usize
+        Ok(())
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
-use super::SequenceLayout;
+use super::{Documents, NO_DOCUMENT, PerToken, SequenceLayout};
 use crate::{Error, Result};
 
 /// The target of a token that has none.
@@ -44,6 +44,50 @@ pub struct Batch {
     len: usize,
     tokens: Vec<i64>,
     targets: Vec<i64>,
+    /// Of every token; where there are none, its index.
+    positions: Option<PerToken>,
+    documents: Option<Documents>,
+}
+
+/// Token ids that attend only to each other, and which of them are to be predicted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Document {
+    tokens: Vec<i64>,
+    labels: Vec<i64>,
+}
+
+impl Document {
+    /// A document of which every token but the first is a target.
+    pub fn new(tokens: Vec<i64>) -> Self {
+        Self { labels: tokens.clone(), tokens }
+    }
+
+    /// A document with labels that are *not* shifted: at each token its own id, or [`IGNORE_INDEX`] (any negative number) where it
+    /// is no target.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if there are not as many labels as tokens.
+    pub fn with_labels(tokens: Vec<i64>, labels: Vec<i64>) -> Result<Self> {
+        if tokens.len() != labels.len() {
+            return Err(Error::invalid(
+                "Document::with_labels",
+                format!("{} labels for {} tokens", labels.len(), tokens.len()),
+                "give every token a label, -100 where it is no target",
+            ));
+        }
+        Ok(Self { tokens, labels })
+    }
+
+    /// Its token ids.
+    pub fn tokens(&self) -> &[i64] {
+        &self.tokens
+    }
+
+    /// Its labels, not shifted.
+    pub fn labels(&self) -> &[i64] {
+        &self.labels
+    }
 }
 
 /// One rank's part of a [`Batch`], ready for a model.
@@ -51,7 +95,7 @@ pub struct Batch {
 pub struct Shard {
     /// Token ids [B, L]; padding has id 0.
     pub tokens: Tensor<2, Int>,
-    /// Global positions [B, L].
+    /// Positions [B, L]: in the whole sequence, or in the token's document.
     pub positions: Tensor<2, Int>,
     /// Targets [B, L], already shifted; [`IGNORE_INDEX`] where there is none.
     pub targets: Tensor<2, Int>,
@@ -61,6 +105,7 @@ pub struct Shard {
     pub valid_total: usize,
     positions_host: Arc<Vec<i64>>,
     layout: Arc<SequenceLayout>,
+    documents: Option<Documents>,
     rank: usize,
 }
 
@@ -84,11 +129,76 @@ impl Batch {
             ));
         }
         let tokens: Vec<i64> = rows.concat();
-        if let Some(id) = tokens.iter().find(|id| **id < 0) {
-            return Err(Error::invalid(NAME, format!("token id {id}"), "token ids start at 0"));
+        expect_ids(NAME, &tokens)?;
+        let targets = shift(&tokens, len, None);
+        Ok(Self { rows: rows.len(), len, tokens, targets, positions: None, documents: None })
+    }
+
+    /// Sequences of `len` tokens, each with documents one after the other: attention stays inside a document, positions restart with
+    /// each, no target crosses a boundary. What is left of a sequence is padding, which belongs to no document and has no target.
+    ///
+    /// ```
+    /// use burn_context_parallel::sequence::{Batch, Document, IGNORE_INDEX, SequenceLayout};
+    ///
+    /// let question = Document::with_labels(vec![7, 8, 9], vec![IGNORE_INDEX, 8, 9])?;
+    /// let batch = Batch::packed(&[vec![Document::new(vec![5, 6]), question]], 6)?;
+    /// let shard = batch.shard(&SequenceLayout::contiguous(6, 1)?, 0, &burn::tensor::Device::flex())?;
+    /// assert_eq!(shard.positions_host()[..], [0, 1, 0, 1, 2, 0]);
+    /// assert_eq!(shard.targets.into_data().iter::<i64>().collect::<Vec<_>>(), [6, -100, 8, 9, -100, -100]);
+    ///
+    /// let error = Batch::packed(&[vec![Document::new(vec![5, 6])]], 1).unwrap_err();
+    /// assert!(error.to_string().contains("2 tokens in a sequence of 1"));
+    /// # Ok::<(), burn_context_parallel::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if there is no row or no token, a row's documents are longer than `len`, or an id is negative.
+    pub fn packed(rows: &[Vec<Document>], len: usize) -> Result<Self> {
+        const NAME: &str = "Batch::packed";
+        if rows.is_empty() || len == 0 {
+            return Err(Error::invalid(
+                NAME,
+                format!("{} rows of {len} tokens", rows.len()),
+                "give at least one row of at least one token",
+            ));
         }
-        let targets = shift(&tokens, len);
-        Ok(Self { rows: rows.len(), len, tokens, targets })
+        // Before anything of that size is made.
+        let size = rows.len().checked_mul(len).filter(|size| *size <= isize::MAX as usize / size_of::<i64>());
+        let Some(size) = size else {
+            return Err(Error::invalid(NAME, format!("{} rows of {len} tokens", rows.len()), "use shorter sequences"));
+        };
+        let [mut tokens, mut labels, mut ids] = [0; 3].map(|_| Vec::with_capacity(size));
+        for (index, row) in rows.iter().enumerate() {
+            let total: usize = row.iter().map(|document| document.tokens.len()).sum();
+            if total > len {
+                return Err(Error::invalid(
+                    NAME,
+                    format!("row {index} has {total} tokens in a sequence of {len}"),
+                    "put fewer documents into a row, or cut them",
+                ));
+            }
+            for (id, document) in row.iter().enumerate() {
+                expect_ids(NAME, &document.tokens)?;
+                tokens.extend_from_slice(&document.tokens);
+                labels.extend_from_slice(&document.labels);
+                ids.extend(std::iter::repeat_n(id as i64, document.tokens.len()));
+            }
+            let end = (index + 1) * len;
+            tokens.resize(end, 0);
+            labels.resize(end, IGNORE_INDEX);
+            ids.resize(end, NO_DOCUMENT);
+        }
+        let ids: Vec<Vec<i64>> = ids.chunks(len).map(<[i64]>::to_vec).collect();
+        let batch = Self {
+            rows: rows.len(),
+            len,
+            targets: normal(labels.into_iter()),
+            tokens,
+            positions: None,
+            documents: None,
+        };
+        batch.bounded(Documents::from_ids(PerToken::per_row(&ids)?))
     }
 
     /// Token ids [B, S] from a tensor.
@@ -110,7 +220,7 @@ impl Batch {
         let mask: Vec<bool> = mask.into_data().iter::<bool>().collect();
         let labels: Vec<i64> =
             self.tokens.iter().zip(mask).map(|(token, counts)| if counts { *token } else { IGNORE_INDEX }).collect();
-        self.targets = shift(&labels, self.len);
+        self.targets = shift(&labels, self.len, self.documents.as_ref());
         Ok(self)
     }
 
@@ -122,10 +232,68 @@ impl Batch {
     /// [`Error::Invalid`] if the labels' shape is not the tokens'.
     pub fn with_labels(mut self, labels: Tensor<2, Int>) -> Result<Self> {
         self.expect_dims("Batch::with_labels", labels.dims())?;
-        let labels: Vec<i64> =
-            labels.into_data().iter::<i64>().map(|label| if label < 0 { IGNORE_INDEX } else { label }).collect();
-        self.targets = shift(&labels, self.len);
+        let labels = normal(labels.into_data().iter::<i64>());
+        self.targets = shift(&labels, self.len, self.documents.as_ref());
         Ok(self)
+    }
+
+    /// Bounds attention by documents: positions restart with each of them, and targets that cross a boundary go. Call it last: it
+    /// keeps which targets count.
+    ///
+    /// Documents that a tokenizer or a loader gives as `cu_seqlens` or as a number per token; see [`packed`](Self::packed) for
+    /// documents that are still apart.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the documents are not of as many tokens, or there are neither one nor B rows of them.
+    pub fn with_documents(mut self, documents: Documents) -> Result<Self> {
+        self.expect_per_token("Batch::with_documents", documents.ids())?;
+        // Back to labels, which stand at their own tokens, and forward again inside the documents.
+        self.targets = self.labels();
+        self.bounded(documents)
+    }
+
+    /// Sets the positions from which rotary angles are computed, in place of indices or of positions that restart with each
+    /// document. What a token attends to does not change.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the positions are not of as many tokens, or there are neither one nor B rows of them.
+    pub fn with_positions(mut self, positions: PerToken) -> Result<Self> {
+        self.expect_per_token("Batch::with_positions", &positions)?;
+        self.positions = Some(positions);
+        Ok(self)
+    }
+
+    /// `targets` holds labels: shifts them inside the documents, and lets positions restart.
+    fn bounded(mut self, documents: Documents) -> Result<Self> {
+        self.targets = shift(&self.targets, self.len, Some(&documents));
+        self.positions = Some(documents.positions());
+        self.documents = Some(documents);
+        Ok(self)
+    }
+
+    /// The labels behind the targets: what a token was the target of stands at the token itself.
+    fn labels(&self) -> Vec<i64> {
+        let row = |row: &[i64]| std::iter::once(IGNORE_INDEX).chain(row[..row.len() - 1].iter().copied()).collect::<Vec<_>>();
+        self.targets.chunks(self.len).flat_map(row).collect()
+    }
+
+    fn expect_per_token(&self, name: &'static str, values: &PerToken) -> Result<()> {
+        if values.len() == self.len && (values.rows() == 1 || values.rows() == self.rows) {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            name,
+            format!(
+                "{} rows of {} values for {} rows of {} tokens",
+                values.rows(),
+                values.len(),
+                self.rows,
+                self.len
+            ),
+            "give one value per token of the whole sequence, in one row or in a row per sequence; Documents::padded_to marks padding",
+        ))
     }
 
     fn expect_dims(&self, name: &'static str, dims: [usize; 2]) -> Result<()> {
@@ -183,8 +351,13 @@ impl Batch {
         let shape = [self.rows, layout.local_len(rank)];
         let tensor = |values: Vec<i64>| Tensor::<2, Int>::from_data(TensorData::new(values, shape), device);
         let targets = cut(&self.targets, IGNORE_INDEX);
-        let row: Vec<i64> = layout.indices(rank).map(|index| index as i64).collect();
-        let positions = row.repeat(self.rows);
+        let positions = match &self.positions {
+            Some(positions) => (0..self.rows).flat_map(|row| layout.cut_row(positions.row(row), rank, 0)).collect(),
+            None => {
+                let row: Vec<i64> = layout.indices(rank).map(|index| index as i64).collect();
+                row.repeat(self.rows)
+            }
+        };
         Ok(Shard {
             tokens: tensor(cut(&self.tokens, 0)),
             positions: tensor(positions.clone()),
@@ -193,6 +366,7 @@ impl Batch {
             targets: tensor(targets),
             positions_host: Arc::new(positions),
             layout: Arc::new(layout.clone()),
+            documents: self.documents.clone(),
             rank,
         })
     }
@@ -202,6 +376,11 @@ impl Shard {
     /// How the sequence lies on the ranks.
     pub fn layout(&self) -> &Arc<SequenceLayout> {
         &self.layout
+    }
+
+    /// The documents of the whole sequence, if attention is bounded by any.
+    pub fn documents(&self) -> Option<&Documents> {
+        self.documents.as_ref()
     }
 
     /// Whose part this is.
@@ -219,9 +398,34 @@ fn count(targets: &[i64]) -> usize {
     targets.iter().filter(|target| **target != IGNORE_INDEX).count()
 }
 
-/// Each token's target is the label of the token after it.
-fn shift(labels: &[i64], len: usize) -> Vec<i64> {
-    labels.chunks(len).flat_map(|row| row[1..].iter().copied().chain([IGNORE_INDEX])).collect()
+/// Labels with one sign for "no target".
+fn normal(labels: impl Iterator<Item = i64>) -> Vec<i64> {
+    labels.map(|label| if label < 0 { IGNORE_INDEX } else { label }).collect()
+}
+
+fn expect_ids(name: &'static str, tokens: &[i64]) -> Result<()> {
+    match tokens.iter().find(|id| **id < 0) {
+        Some(id) => Err(Error::invalid(name, format!("token id {id}"), "token ids start at 0")),
+        None => Ok(()),
+    }
+}
+
+/// Each token's target is the label of the token after it, if that is of the same document.
+fn shift(labels: &[i64], len: usize, documents: Option<&Documents>) -> Vec<i64> {
+    let mut targets = Vec::with_capacity(labels.len());
+    for (index, row) in labels.chunks(len).enumerate() {
+        targets.extend_from_slice(&row[1..]);
+        targets.push(IGNORE_INDEX);
+        if let Some(documents) = documents {
+            let ids = documents.row(index);
+            for (target, pair) in targets[index * len..].iter_mut().zip(ids.windows(2)) {
+                if pair[0] != pair[1] || pair[0] < 0 {
+                    *target = IGNORE_INDEX;
+                }
+            }
+        }
+    }
+    targets
 }
 
 fn to_rows(tokens: Tensor<2, Int>) -> Vec<Vec<i64>> {

@@ -6,11 +6,16 @@
 //!
 //! A [`SequenceLayout`] is a list of index ranges per rank. The contiguous layout is one such list; a zig-zag is another
 //! value of the same type, and nothing that consumes a layout knows which it is.
+//!
+//! Several [`Document`]s may be packed into one sequence ([`Batch::packed`], [`Batch::with_documents`]): [`Documents`] of the whole
+//! sequence then travel with every shard, and attention stays inside them, whatever the ranks' boundaries.
 
 mod batch;
+mod documents;
 mod layout;
 mod rotary;
 
-pub use batch::{Batch, IGNORE_INDEX, Shard};
+pub use batch::{Batch, Document, IGNORE_INDEX, Shard};
+pub use documents::{Documents, NO_DOCUMENT, PerToken};
 pub use layout::{Piece, SequenceLayout};
 pub use rotary::{RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint};

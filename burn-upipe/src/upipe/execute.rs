@@ -15,7 +15,7 @@ use super::held::{Held, Sums};
 use super::source::write;
 use super::{Schedule, Stage, StageSource};
 
-/// Exact attention, one stage of the schedule after the other; tracked.
+/// Exact attention, one stage of the schedule after the other; tracked. It stays inside the context's documents, if there are any.
 ///
 /// Saved for the backward pass: the source (the block's input), the output and its log-sum-exp. q, k and v are never whole.
 ///
@@ -45,7 +45,8 @@ pub fn upipe<S: StageSource>(
     options: &FlashOptions,
     context: &SequenceContext,
 ) -> Result<Tensor<4>> {
-    upipe_cross(source, inputs, schedule, options, context.group(), context.layout(), context.layout())
+    let options = context.bound(options)?;
+    upipe_cross(source, inputs, schedule, &options, context.group(), context.layout(), context.layout())
 }
 
 /// [`upipe()`] with queries that lie differently from keys and values.
@@ -71,6 +72,7 @@ pub fn upipe_cross<S: StageSource>(
             ));
         }
     }
+    options.expect_lengths("upipe", q_layout.len(), kv_layout.len())?;
     let split = schedule.split();
     if source.heads() != (split.heads(), split.kv_heads()) {
         return Err(Error::invalid(

@@ -254,6 +254,7 @@ impl UPipeAttention {
             k = apply_rotary(k, &table);
         }
         let (q, k, v) = (q.swap_dims(1, 2), k.swap_dims(1, 2), v.swap_dims(1, 2));
+        let options = &context.bound(options)?;
         let out = if context.group().size() == 1 {
             flash_attention(q, k, v, options)?
         } else {

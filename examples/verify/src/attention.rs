@@ -192,7 +192,7 @@ fn largest_score(q: &TensorData, k: &TensorData, options: &FlashOptions) -> f64 
             let g = h / (heads / kv_heads);
             for i in 0..s_q {
                 let row = ((b * heads + h) * s_q + i) * dim;
-                for j in (0..s_k).filter(|j| options.sees(i, *j)) {
+                for j in (0..s_k).filter(|j| options.sees(b, i, *j)) {
                     let column = ((b * kv_heads + g) * s_k + j) * dim;
                     let score: f64 = q[row..row + dim].iter().zip(&k[column..column + dim]).map(|(q, k)| q * k).sum();
                     largest = largest.max((score * scale).abs());

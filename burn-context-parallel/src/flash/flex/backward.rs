@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! p  = exp(scale q k^T - lse)            ds = p (d_out v^T - delta)
+//! with a softcap  s = cap tanh(scale q k^T / cap), p = exp(s - lse), ds = p (d_out v^T - delta) (1 - (s / cap)^2)
 //! dq = scale ds k                        dk = scale ds^T q            dv = p^T d_out
 //! ```
 //!
@@ -11,11 +12,12 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
-use super::forward::hide_later_keys;
+use super::forward::{bend, hide, tiles};
 use super::gemm::{Matrix, gemm, load, store};
 use super::real::{LINE, Real, Stored};
 use super::view::View;
 use super::work::{K_TILE, Q_TILE, Scratch, run, score_row};
+use crate::flash::mask::{Cover, Mask};
 use crate::flash::{FlashOptions, FlashShape};
 
 /// What both passes read.
@@ -31,9 +33,20 @@ pub(super) struct Inputs<'a, E: Stored> {
     /// `[B, H, Sq]`, contiguous.
     pub(super) delta: &'a [E::Real],
     pub(super) options: &'a FlashOptions,
+    pub(super) mask: &'a Mask<'a>,
 }
 
 impl<E: Stored> Inputs<'_, E> {
+    fn cap(&self) -> Option<E::Real> {
+        self.options.softcap.map(E::Real::from_f64)
+    }
+
+    /// What the square of a bent score is multiplied by: `1 / cap^2`.
+    #[inline(always)]
+    fn bent<S: Simd>(&self, s: S) -> Option<<E::Real as Real>::Lanes<S>> {
+        self.options.softcap.map(|cap| E::Real::splat(s, E::Real::from_f64(1.0 / (cap * cap))))
+    }
+
     fn scale(&self) -> E::Real {
         E::Real::from_f64(self.options.resolved_scale(self.shape.head_dim))
     }
@@ -103,7 +116,8 @@ impl<E: Stored> WithSimd for QueryTile<'_, '_, E> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, s: S) {
         let Self { inputs, task: QueryTask { b, head, first, dq }, scratch } = self;
-        let Inputs { shape, options, .. } = inputs;
+        let Inputs { shape, mask, .. } = inputs;
+        let (cap, bent) = (inputs.cap(), inputs.bent(s));
         let d = shape.head_dim;
         let pad = E::Real::PAD;
         let (width, padded) = (score_row(Q_TILE, pad), d.next_multiple_of(pad));
@@ -127,9 +141,13 @@ impl<E: Stored> WithSimd for QueryTile<'_, '_, E> {
         delta[..rows].copy_from_slice(from_delta);
 
         let group = (b, head / shape.group());
-        let seen = options.visible(first + rows - 1, shape.k_len);
-        for start in (0..seen).step_by(K_TILE) {
-            let keys = K_TILE.min(seen - start);
+        let queries = first..first + rows;
+        for tile in tiles(mask.keys(&queries), K_TILE) {
+            let cover = mask.cover(b, &queries, &tile);
+            if cover == Cover::Empty {
+                continue;
+            }
+            let (start, keys) = (tile.start, tile.len());
             let k = inputs.k.tile(group, start, keys, k_copy);
             let v = inputs.v.tile(group, start, keys, v_copy);
             let (q_t, d_out_t) = (Matrix::rows(q_t, width), Matrix::rows(d_out_t, width));
@@ -139,7 +157,12 @@ impl<E: Stored> WithSimd for QueryTile<'_, '_, E> {
                 gemm(s, [keys, columns, d], k, q_t, scores.as_mut_ptr(), width, false);
                 gemm(s, [keys, columns, d], v, d_out_t, d_scores.as_mut_ptr(), width, false);
             }
-            hide_later_keys(scores, width, columns, options, (first, shape.q_len), (start, keys));
+            if let Some(cap) = cap {
+                bend(s, scores, width, columns, keys, cap);
+            }
+            if cover == Cover::Part {
+                hide(mask, b, scores, width, columns, &queries, &tile);
+            }
             assert!(keys * width <= scores.len().min(d_scores.len()));
             for c in (0..columns).step_by(E::Real::lanes::<S>()) {
                 // SAFETY: c + lanes <= columns <= width, and rows up to `keys` by the assert.
@@ -149,7 +172,7 @@ impl<E: Stored> WithSimd for QueryTile<'_, '_, E> {
                     for j in 0..keys {
                         let at = scores.as_mut_ptr().add(j * width + c);
                         let dp = load(d_scores.as_ptr().add(j * width + c));
-                        store(at, score_gradient::<E::Real, S>(s, load(at), dp, lse, delta).1);
+                        store(at, score_gradient::<E::Real, S>(s, load(at), dp, lse, delta, bent).1);
                     }
                 }
             }
@@ -169,9 +192,14 @@ fn score_gradient<R: Real, S: Simd>(
     dp: R::Lanes<S>,
     lse: R::Lanes<S>,
     delta: R::Lanes<S>,
+    bent: Option<R::Lanes<S>>,
 ) -> (R::Lanes<S>, R::Lanes<S>) {
     let p = R::exp(s, R::sub(s, score, lse));
-    (p, R::mul(s, p, R::sub(s, dp, delta)))
+    let ds = R::mul(s, p, R::sub(s, dp, delta));
+    let Some(bent) = bent else { return (p, ds) };
+    // Hidden scores are -inf: their slope is 0, not 1 - inf.
+    let slope = R::sub(s, R::splat(s, R::from_f64(1.0)), R::mul(s, R::mul(s, score, score), bent));
+    (p, R::mul(s, ds, R::max(s, slope, R::splat(s, R::ZERO))))
 }
 
 /// Scaled sums, added to a result.
@@ -219,7 +247,8 @@ impl<E: Stored> WithSimd for KeyTile<'_, '_, E> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, s: S) {
         let Self { inputs, task: KeyTask { b, group, first, dk, dv }, scratch } = self;
-        let Inputs { shape, options, .. } = inputs;
+        let Inputs { shape, mask, .. } = inputs;
+        let (cap, bent) = (inputs.cap(), inputs.bent(s));
         let d = shape.head_dim;
         let pad = E::Real::PAD;
         let (width, padded) = (score_row(K_TILE, pad), d.next_multiple_of(pad));
@@ -236,10 +265,14 @@ impl<E: Stored> WithSimd for KeyTile<'_, '_, E> {
         k_sums.fill(E::Real::ZERO);
         v_sums.fill(E::Real::ZERO);
 
-        let start = options.first_query(first, shape.q_len);
+        let keys = first..first + rows;
         for head in group * shape.group()..(group + 1) * shape.group() {
-            for start in (start..shape.q_len).step_by(Q_TILE) {
-                let queries = Q_TILE.min(shape.q_len - start);
+            for tile in tiles(mask.queries(&keys), Q_TILE) {
+                let cover = mask.cover(b, &tile, &keys);
+                if cover == Cover::Empty {
+                    continue;
+                }
+                let (start, queries) = (tile.start, tile.len());
                 let q = inputs.q.tile((b, head), start, queries, q_copy);
                 let d_out = inputs.d_out.tile((b, head), start, queries, d_out_copy);
                 let (k_t, v_t) = (Matrix::rows(k_t, width), Matrix::rows(v_t, width));
@@ -249,12 +282,14 @@ impl<E: Stored> WithSimd for KeyTile<'_, '_, E> {
                     gemm(s, [queries, columns, d], q, k_t, scores.as_mut_ptr(), width, false);
                     gemm(s, [queries, columns, d], d_out, v_t, d_scores.as_mut_ptr(), width, false);
                 }
+                if let Some(cap) = cap {
+                    bend(s, scores, width, columns, queries, cap);
+                }
                 let [lse, delta] = inputs.statistics(b, head, start, queries);
                 let tile = scores.chunks_exact_mut(width).zip(d_scores.chunks_exact_mut(width));
                 for (i, (scores, d_scores)) in tile.take(queries).enumerate() {
-                    let seen = options.visible(start + i, shape.k_len).saturating_sub(first);
-                    if seen < columns {
-                        scores[seen..columns].fill(E::Real::NEG_INFINITY);
+                    if cover == Cover::Part {
+                        mask.hide_keys(b, start + i, &keys, &mut scores[..columns], E::Real::NEG_INFINITY);
                     }
                     let lse = E::Real::splat(s, origin(lse[i]));
                     let delta = E::Real::splat(s, delta[i]);
@@ -262,7 +297,8 @@ impl<E: Stored> WithSimd for KeyTile<'_, '_, E> {
                         // SAFETY: c + lanes <= columns <= width, the length of both rows.
                         unsafe {
                             let (p_at, ds_at) = (scores.as_mut_ptr().add(c), d_scores.as_mut_ptr().add(c));
-                            let (p, ds) = score_gradient::<E::Real, S>(s, load(p_at), load(ds_at), lse, delta);
+                            let (p, ds) =
+                                score_gradient::<E::Real, S>(s, load(p_at), load(ds_at), lse, delta, bent);
                             store(p_at, p);
                             store(ds_at, ds);
                         }

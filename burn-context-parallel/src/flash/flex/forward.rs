@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! for each tile of keys that some query of the tile sees:
-//!     s^T  = k (scale q)^T             hidden ones -inf
+//!     s^T  = k (scale q)^T             bent by the softcap, hidden ones -inf
 //!     m'   = max(m, max over keys)     the running maximum of each query
 //!     p^T  = exp(s^T - m')
 //!     l    = l exp(m - m') + sum over keys of p^T
@@ -14,12 +14,15 @@
 //! out = o / l,  lse = m + log(l)
 //! ```
 
+use std::ops::Range;
+
 use pulp::{Arch, Simd, WithSimd};
 
 use super::gemm::{Matrix, gemm, load, store};
 use super::real::{LINE, Real, Stored};
 use super::view::View;
 use super::work::{K_TILE, Q_TILE, Scratch, run, score_row};
+use crate::flash::mask::{Cover, Mask};
 use crate::flash::{FlashOptions, FlashShape};
 
 /// One tile of queries, and where its results go.
@@ -58,7 +61,8 @@ pub(super) fn forward<E: Stored>(
     if d == 0 || k_len == 0 {
         // Without dimensions every score is 0; without keys there is none.
         for (i, lse) in lse.iter_mut().enumerate() {
-            let seen = options.visible(i % q_len, k_len);
+            let (b, i) = (i / (q_heads * q_len), i % q_len);
+            let seen = (0..k_len).filter(|j| options.sees(b, i, *j)).count();
             *lse = E::Real::from_f64((seen as f64).ln());
         }
         return;
@@ -72,8 +76,10 @@ pub(super) fn forward<E: Stored>(
     // The latest queries see most keys: they go first.
     tasks.sort_unstable_by_key(|task| std::cmp::Reverse((task.first, task.b, task.head)));
     let scale = E::Real::from_f64(options.resolved_scale(d));
+    let cap = options.softcap.map(E::Real::from_f64);
+    let mask = &Mask::new(options, [q_len, k_len], [Q_TILE, K_TILE]);
     run(tasks, scratch_bytes(d, size_of::<E::Real>()), |task, scratch| {
-        Arch::new().dispatch(Tile { shape, q, k, v, scale, options, task, scratch });
+        Arch::new().dispatch(Tile { shape, q, k, v, scale, cap, mask, task, scratch });
     });
 }
 
@@ -83,7 +89,8 @@ struct Tile<'a, 'b, E: Stored> {
     k: View<'a, E>,
     v: View<'a, E>,
     scale: E::Real,
-    options: &'a FlashOptions,
+    cap: Option<E::Real>,
+    mask: &'a Mask<'a>,
     task: Task<'b, E>,
     scratch: &'a mut Scratch,
 }
@@ -93,7 +100,7 @@ impl<E: Stored> WithSimd for Tile<'_, '_, E> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, s: S) {
-        let Self { shape, q, k, v, scale, options, task, scratch } = self;
+        let Self { shape, q, k, v, scale, cap, mask, task, scratch } = self;
         let Task { b, head, first, out, lse } = task;
         let d = shape.head_dim;
         let pad = E::Real::PAD;
@@ -113,14 +120,23 @@ impl<E: Stored> WithSimd for Tile<'_, '_, E> {
         total.fill(E::Real::ZERO);
 
         let group = (b, head / shape.group());
-        let seen = options.visible(first + rows - 1, shape.k_len);
-        for start in (0..seen).step_by(K_TILE) {
-            let keys = K_TILE.min(seen - start);
+        let queries = first..first + rows;
+        for tile in tiles(mask.keys(&queries), K_TILE) {
+            let cover = mask.cover(b, &queries, &tile);
+            if cover == Cover::Empty {
+                continue;
+            }
+            let (start, keys) = (tile.start, tile.len());
             let (k, v) = (k.tile(group, start, keys, k_copy), v.tile(group, start, keys, v_copy));
             let (q_t, p_t) = (Matrix::rows(q_t, width), scores.as_mut_ptr());
             // SAFETY: the tile of keys has `keys` rows of D, q_t D rows of `width` >= columns, scores K_TILE such rows.
             unsafe { gemm(s, [keys, columns, d], k, q_t, p_t, width, false) };
-            hide_later_keys(scores, width, columns, options, (first, shape.q_len), (start, keys));
+            if let Some(cap) = cap {
+                bend(s, scores, width, columns, keys, cap);
+            }
+            if cover == Cover::Part {
+                hide(mask, b, scores, width, columns, &queries, &tile);
+            }
             softmax(s, scores, width, columns, keys, [max, total, shrink]);
             for (row, shrink) in sums.chunks_exact_mut(padded).zip(&shrink[..rows]) {
                 // Seldom after the first tiles: the maximum of a row settles.
@@ -146,22 +162,41 @@ impl<E: Stored> WithSimd for Tile<'_, '_, E> {
     }
 }
 
-/// Overwrites the scores `s^T` of hidden pairs with -inf: for each key, the queries before the first that sees it.
+/// The tiles that hold `range`, the first from a multiple of their size on.
+pub(super) fn tiles(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+    let first = range.start / size * size;
+    (first..range.end).step_by(size).map(move |start| start..(start + size).min(range.end))
+}
+
+/// Scores below a cap: `cap tanh(s / cap)`.
 #[inline(always)]
-pub(super) fn hide_later_keys<R: Real>(
+pub(super) fn bend<R: Real, S: Simd>(s: S, scores: &mut [R], width: usize, columns: usize, rows: usize, cap: R) {
+    let (inverse, cap) = (R::splat(s, cap.reciprocal()), R::splat(s, cap));
+    for row in scores.chunks_exact_mut(width).take(rows) {
+        for at in (0..columns).step_by(R::lanes::<S>()) {
+            assert!(at + R::lanes::<S>() <= row.len());
+            // SAFETY: by the assert.
+            unsafe {
+                let at = row.as_mut_ptr().add(at);
+                store(at, R::mul(s, cap, R::tanh(s, R::mul(s, load(at), inverse))));
+            }
+        }
+    }
+}
+
+/// Overwrites the scores `s^T [keys, queries]` of hidden pairs with -inf.
+#[inline(always)]
+pub(super) fn hide<R: Real>(
+    mask: &Mask<'_>,
+    sequence: usize,
     scores: &mut [R],
     width: usize,
     columns: usize,
-    options: &FlashOptions,
-    (first, q_len): (usize, usize),
-    (start, keys): (usize, usize),
+    queries: &Range<usize>,
+    keys: &Range<usize>,
 ) {
-    if options.first_query(start + keys - 1, q_len) <= first {
-        return; // all of the tile is visible
-    }
-    for (j, row) in scores.chunks_exact_mut(width).take(keys).enumerate() {
-        let hidden = options.first_query(start + j, q_len).saturating_sub(first);
-        row[..hidden.min(columns)].fill(R::NEG_INFINITY);
+    for (j, row) in keys.clone().zip(scores.chunks_exact_mut(width)) {
+        mask.hide_queries(sequence, j, queries, &mut row[..columns], R::NEG_INFINITY);
     }
 }
 

@@ -16,6 +16,7 @@ use burn::tensor::{Bytes, DType, bf16, f16};
 use burn_flex::{FlexTensor, Layout};
 
 use super::check::row_dtype;
+use super::mask::Mask;
 use super::{FlashOps, FlashOptions, FlashShape};
 use crate::{Error, OrRaise, Result};
 use real::Stored;
@@ -116,7 +117,8 @@ fn backward_of<E: Stored>(
     let [lse, delta] = &rows.map(|t| if t.as_slice::<E::Real>().is_some() { t } else { t.to_contiguous() });
     let slice = |t| FlexTensor::as_slice::<E::Real>(t).expect("contiguous, and of the checked type");
     let [q, k, v, d_out] = inputs.map(View::<E>::new);
-    let inputs = backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options };
+    let mask = &Mask::new(options, [shape.q_len, shape.k_len], [work::Q_TILE, work::K_TILE]);
+    let inputs = backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options, mask };
     let mut dq = zeros::<E>(&shape.q());
     let [mut dk, mut dv] = match onto {
         // Written in place where nobody else holds them: `storage_mut` copies what is shared.
@@ -174,7 +176,6 @@ fn real_bytes(dtype: DType) -> usize {
 }
 
 fn check(operation: &'static str, [q, k, v]: [&FlexTensor; 3], options: &FlashOptions) -> Result<(FlashShape, DType)> {
-    options.check(operation)?;
     row_dtype(operation, q.dtype())?;
     let dtypes = [q, k, v].map(FlexTensor::dtype);
     if dtypes.iter().any(|dtype| *dtype != q.dtype()) {
@@ -190,7 +191,9 @@ fn check(operation: &'static str, [q, k, v]: [&FlexTensor; 3], options: &FlashOp
             )
         })?;
     }
-    Ok((FlashShape::of(operation, dims[0], dims[1], dims[2])?, q.dtype()))
+    let shape = FlashShape::of(operation, dims[0], dims[1], dims[2])?;
+    options.check_lengths(operation, shape.batch, shape.q_len, shape.k_len)?;
+    Ok((shape, q.dtype()))
 }
 
 fn beside(operation: &'static str, name: &str, tensor: &FlexTensor, shape: &[usize], dtype: DType) -> Result<()> {

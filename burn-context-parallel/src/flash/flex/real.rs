@@ -37,6 +37,8 @@ pub(super) trait Real: Stored<Real = Self> + PartialOrd {
     fn max<S: Simd>(s: S, a: Self::Lanes<S>, b: Self::Lanes<S>) -> Self::Lanes<S>;
     /// `instead` wherever `a` is `value`.
     fn replace<S: Simd>(s: S, a: Self::Lanes<S>, value: Self, instead: Self) -> Self::Lanes<S>;
+    /// tanh(x) to about one unit in the last place.
+    fn tanh<S: Simd>(s: S, x: Self::Lanes<S>) -> Self::Lanes<S>;
     /// e^x to about one unit in the last place, exactly 1 at 0, exactly 0 where the result would be subnormal.
     fn exp<S: Simd>(s: S, x: Self::Lanes<S>) -> Self::Lanes<S>;
 }
@@ -130,6 +132,24 @@ impl Real for f32 {
         let huge = s.greater_than_f32s(x, s.splat_f32s(88.0));
         s.select_f32s(huge, s.splat_f32s(f32::INFINITY), scaled)
     }
+
+    #[inline(always)]
+    fn tanh<S: Simd>(s: S, x: S::f32s) -> S::f32s {
+        // x + x^3 (c0 + c1 x^2 + ..) up to 0.625 (Cephes' coefficients), since 1 - 2 / (e^2x + 1) loses the digits of small results.
+        const C: [f32; 5] = [-0.333_332_82, 0.133_314_42, -0.053_739_715, 0.020_639_088, -0.005_704_988_7];
+        let (one, two) = (s.splat_f32s(1.0), s.splat_f32s(2.0));
+        let size = s.abs_f32s(x);
+        let square = s.mul_f32s(x, x);
+        let mut p = s.splat_f32s(C[4]);
+        for c in [C[3], C[2], C[1], C[0]] {
+            p = s.mul_add_e_f32s(p, square, s.splat_f32s(c));
+        }
+        let small = s.mul_add_e_f32s(s.mul_f32s(p, square), x, x);
+        let grown = <Self as Real>::exp(s, s.mul_f32s(two, size));
+        let large = s.sub_f32s(one, s.div_f32s(two, s.add_f32s(grown, one)));
+        let large = s.select_f32s(s.less_than_f32s(x, s.splat_f32s(0.0)), s.neg_f32s(large), large);
+        s.select_f32s(s.less_than_f32s(size, s.splat_f32s(0.625)), small, large)
+    }
 }
 
 impl Real for f64 {
@@ -140,6 +160,14 @@ impl Real for f64 {
     fn exp<S: Simd>(_: S, mut x: S::f64s) -> S::f64s {
         for lane in bytemuck::cast_slice_mut::<S::f64s, f64>(std::slice::from_mut(&mut x)) {
             *lane = lane.exp();
+        }
+        x
+    }
+
+    #[inline(always)]
+    fn tanh<S: Simd>(_: S, mut x: S::f64s) -> S::f64s {
+        for lane in bytemuck::cast_slice_mut::<S::f64s, f64>(std::slice::from_mut(&mut x)) {
+            *lane = lane.tanh();
         }
         x
     }

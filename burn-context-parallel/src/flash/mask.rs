@@ -1,0 +1,196 @@
+//! The mask as kernels need it: which tiles to visit, and what is hidden inside one.
+
+use std::ops::Range;
+
+use super::FlashOptions;
+
+/// How much of a tile of scores is visible.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cover {
+    /// Nothing: the tile is not visited.
+    Empty,
+    /// Some of it.
+    Part,
+    /// All of it.
+    Full,
+}
+
+/// The mask of one attention, with the least and the largest position and document of every tile.
+pub(crate) struct Mask<'a> {
+    options: &'a FlashOptions,
+    /// Position of key 0 less that of query 0, where positions are counted.
+    shift: i128,
+    lens: [usize; 2],
+    tiles: [usize; 2],
+    /// Of queries and keys, per row of values and tile.
+    documents: Option<[Vec<Extent>; 2]>,
+    positions: Option<[Vec<Extent>; 2]>,
+}
+
+/// The least and the largest of some values.
+#[derive(Clone, Copy)]
+struct Extent {
+    low: i64,
+    high: i64,
+}
+
+impl Extent {
+    fn of(values: &[i64]) -> Self {
+        let low = values.iter().copied().min().unwrap_or(i64::MAX);
+        Self { low, high: values.iter().copied().max().unwrap_or(i64::MIN) }
+    }
+}
+
+const QUERIES: usize = 0;
+const KEYS: usize = 1;
+
+impl<'a> Mask<'a> {
+    /// The mask of options that were [checked](FlashOptions::check_lengths), for tiles that start at multiples of their sizes.
+    pub(crate) fn new(options: &'a FlashOptions, lens: [usize; 2], tiles: [usize; 2]) -> Self {
+        let extents = |values: [&crate::sequence::PerToken; 2]| {
+            [QUERIES, KEYS].map(|side| {
+                let rows = 0..values[side].rows();
+                rows.flat_map(|row| values[side].row(row).chunks(tiles[side]).map(Extent::of)).collect()
+            })
+        };
+        Self {
+            options,
+            shift: i128::from(options.k_offset) - i128::from(options.q_offset),
+            lens,
+            tiles,
+            documents: options.documents.as_ref().map(|(q, k)| extents([q.ids(), k.ids()])),
+            positions: options.positions.as_ref().map(|(q, k)| extents([q, k])),
+        }
+    }
+
+    /// The keys among which all are that some query of `queries` sees, as far as counted positions tell.
+    pub(crate) fn keys(&self, queries: &Range<usize>) -> Range<usize> {
+        if self.positions.is_some() || queries.is_empty() {
+            return 0..self.lens[KEYS];
+        }
+        let clamp = |x: i128| x.clamp(0, self.lens[KEYS] as i128) as usize;
+        let start = self.options.behind().map_or(0, |behind| clamp(queries.start as i128 - self.shift - behind));
+        let last = queries.end as i128 - 1;
+        let end = self.options.ahead().map_or(self.lens[KEYS], |ahead| clamp(last - self.shift + ahead + 1));
+        start.min(end)..end
+    }
+
+    /// The queries among which all are that see some key of `keys`, as far as counted positions tell.
+    pub(crate) fn queries(&self, keys: &Range<usize>) -> Range<usize> {
+        if self.positions.is_some() || keys.is_empty() {
+            return 0..self.lens[QUERIES];
+        }
+        let clamp = |x: i128| x.clamp(0, self.lens[QUERIES] as i128) as usize;
+        let start = self.options.ahead().map_or(0, |ahead| clamp(keys.start as i128 + self.shift - ahead));
+        let last = keys.end as i128 - 1;
+        let end = self.options.behind().map_or(self.lens[QUERIES], |behind| clamp(last + self.shift + behind + 1));
+        start.min(end)..end
+    }
+
+    /// How much of a tile is visible: [`Cover::Part`] may turn out to be less or more, the others are exact.
+    pub(crate) fn cover(&self, sequence: usize, queries: &Range<usize>, keys: &Range<usize>) -> Cover {
+        let mut full = true;
+        if let Some([q, k]) = self.extents(&self.documents, sequence, queries, keys) {
+            if q.high < k.low || k.high < q.low || q.high.min(k.high) < 0 {
+                return Cover::Empty;
+            }
+            full &= q.low == q.high && k.low == k.high;
+        }
+        // The extremes of "position of the key less position of the query".
+        let (least, most) = match self.extents(&self.positions, sequence, queries, keys) {
+            Some([q, k]) => (i128::from(k.low) - i128::from(q.high), i128::from(k.high) - i128::from(q.low)),
+            None => (
+                keys.start as i128 + self.shift - (queries.end as i128 - 1),
+                keys.end as i128 - 1 + self.shift - queries.start as i128,
+            ),
+        };
+        if self.options.ahead().is_some_and(|ahead| least > ahead)
+            || self.options.behind().is_some_and(|behind| most < -behind)
+        {
+            return Cover::Empty;
+        }
+        full &= self.options.ahead().is_none_or(|ahead| most <= ahead);
+        full &= self.options.behind().is_none_or(|behind| least >= -behind);
+        if full { Cover::Full } else { Cover::Part }
+    }
+
+    fn extents(
+        &self,
+        of: &Option<[Vec<Extent>; 2]>,
+        sequence: usize,
+        queries: &Range<usize>,
+        keys: &Range<usize>,
+    ) -> Option<[Extent; 2]> {
+        let of = of.as_ref()?;
+        Some([(QUERIES, queries), (KEYS, keys)].map(|(side, range)| {
+            let per_row = self.lens[side].div_ceil(self.tiles[side]);
+            let rows = of[side].len() / per_row.max(1);
+            debug_assert!(range.start.is_multiple_of(self.tiles[side]), "tiles start at multiples of their size");
+            of[side][if rows == 1 { 0 } else { sequence * per_row } + range.start / self.tiles[side]]
+        }))
+    }
+
+    /// Overwrites with `hidden` the scores of key `j` with those `queries` that do not see it.
+    #[inline(always)]
+    pub(crate) fn hide_queries<R: Copy>(&self, sequence: usize, j: usize, queries: &Range<usize>, row: &mut [R], hidden: R) {
+        let seen = self.queries(&(j..j + 1));
+        fill_outside(row, queries, &seen, hidden);
+        let (first, row) = (queries.start, &mut row[..queries.len()]);
+        if let Some((q, k)) = &self.options.documents {
+            hide_others(row, &q.row(sequence)[first..], k.row(sequence)[j], hidden);
+        }
+        if let Some((q, k)) = &self.options.positions {
+            let at = i128::from(k.row(sequence)[j]);
+            let range = (
+                self.options.ahead().map_or(i64::MIN, |ahead| saturate(at - ahead)),
+                self.options.behind().map_or(i64::MAX, |behind| saturate(at + behind)),
+            );
+            hide_beyond(row, &q.row(sequence)[first..], range, hidden);
+        }
+    }
+
+    /// Overwrites with `hidden` what query `i` does not see in its `row` of scores with `keys`.
+    #[inline(always)]
+    pub(crate) fn hide_keys<R: Copy>(&self, sequence: usize, i: usize, keys: &Range<usize>, row: &mut [R], hidden: R) {
+        let seen = self.keys(&(i..i + 1));
+        fill_outside(row, keys, &seen, hidden);
+        let (first, row) = (keys.start, &mut row[..keys.len()]);
+        if let Some((q, k)) = &self.options.documents {
+            hide_others(row, &k.row(sequence)[first..], q.row(sequence)[i], hidden);
+        }
+        if let Some((q, k)) = &self.options.positions {
+            let at = i128::from(q.row(sequence)[i]);
+            let range = (
+                self.options.behind().map_or(i64::MIN, |behind| saturate(at - behind)),
+                self.options.ahead().map_or(i64::MAX, |ahead| saturate(at + ahead)),
+            );
+            hide_beyond(row, &k.row(sequence)[first..], range, hidden);
+        }
+    }
+}
+
+fn saturate(x: i128) -> i64 {
+    x.clamp(i128::from(i64::MIN), i128::from(i64::MAX)) as i64
+}
+
+#[inline(always)]
+fn fill_outside<R: Copy>(row: &mut [R], tile: &Range<usize>, seen: &Range<usize>, hidden: R) {
+    let inside = |x: usize| x.clamp(tile.start, tile.end) - tile.start;
+    row[..inside(seen.start)].fill(hidden);
+    // To the end of the row: what lies beyond the tile is padding of whole registers.
+    row[inside(seen.end)..].fill(hidden);
+}
+
+#[inline(always)]
+fn hide_others<R: Copy>(row: &mut [R], documents: &[i64], own: i64, hidden: R) {
+    for (score, document) in row.iter_mut().zip(documents) {
+        *score = if *document == own && own >= 0 { *score } else { hidden };
+    }
+}
+
+#[inline(always)]
+fn hide_beyond<R: Copy>(row: &mut [R], positions: &[i64], (low, high): (i64, i64), hidden: R) {
+    for (score, position) in row.iter_mut().zip(positions) {
+        *score = if (low..=high).contains(position) { *score } else { hidden };
+    }
+}
