@@ -28,10 +28,20 @@ fn sizes() -> impl Strategy<Value = Sizes> {
     let length = || prop_oneof![1usize..20, 90usize..103, 180usize..210];
     let options = (any::<bool>(), prop_oneof![Just(None), (-1.5f64..1.5).prop_map(Some)], -30i64..130, -30i64..130);
     let reach = || prop_oneof![3 => Just(None), 2 => (1usize..250).prop_map(Some)];
-    let mask = (reach(), reach(), prop_oneof![2 => Just(None), 1 => (0.5f64..20.0).prop_map(Some)], 0usize..5, any::<bool>());
+    let mask =
+        (reach(), reach(), prop_oneof![2 => Just(None), 1 => (0.5f64..20.0).prop_map(Some)], 0usize..5, any::<bool>());
     let dim = prop_oneof![1usize..20, Just(16), Just(32), Just(64), Just(80)];
     ((1usize..3, 1usize..3, 1usize..4), length(), length(), dim, options, mask, 0usize..4, any::<u64>()).prop_map(
-        |((b, g, group), sq, sk, d, (causal, scale, q, k), (window, lookahead, softcap, documents, placed), lie, seed)| {
+        |(
+            (b, g, group),
+            sq,
+            sk,
+            d,
+            (causal, scale, q, k),
+            (window, lookahead, softcap, documents, placed),
+            lie,
+            seed,
+        )| {
             let base = if causal { FlashOptions::causal() } else { FlashOptions::full() };
             let mut options = base.with_offsets(q, k);
             options.scale = scale;

@@ -132,7 +132,14 @@ impl<'a> Mask<'a> {
 
     /// Overwrites with `hidden` the scores of key `j` with those `queries` that do not see it.
     #[inline(always)]
-    pub(crate) fn hide_queries<R: Copy>(&self, sequence: usize, j: usize, queries: &Range<usize>, row: &mut [R], hidden: R) {
+    pub(crate) fn hide_queries<R: Copy>(
+        &self,
+        sequence: usize,
+        j: usize,
+        queries: &Range<usize>,
+        row: &mut [R],
+        hidden: R,
+    ) {
         let seen = self.queries(&(j..j + 1));
         fill_outside(row, queries, &seen, hidden);
         let (first, row) = (queries.start, &mut row[..queries.len()]);

@@ -86,7 +86,8 @@ fn written_out(
     options: &FlashOptions,
 ) -> Result<(Tensor<4>, Tensor<3>)> {
     let shape = check::check_plain(operation, &q, &k, &v, options)?;
-    let dims = mask.iter().map(|mask| ("the mask", mask.dims())).chain(bias.iter().map(|bias| ("the bias", bias.dims())));
+    let dims =
+        mask.iter().map(|mask| ("the mask", mask.dims())).chain(bias.iter().map(|bias| ("the bias", bias.dims())));
     for (name, dims) in dims {
         fits(operation, name, dims, &shape)?;
     }
@@ -155,5 +156,9 @@ fn fits(operation: &'static str, name: &str, dims: [usize; 4], shape: &FlashShap
     if dims.iter().zip(whole).all(|(dim, whole)| *dim == 1 || *dim == whole) {
         return Ok(());
     }
-    Err(Error::invalid(operation, format!("{name} is {dims:?}"), format!("give {whole:?}, or 1 in place of any of these")))
+    Err(Error::invalid(
+        operation,
+        format!("{name} is {dims:?}"),
+        format!("give {whole:?}, or 1 in place of any of these"),
+    ))
 }

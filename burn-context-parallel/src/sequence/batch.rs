@@ -275,7 +275,8 @@ impl Batch {
 
     /// The labels behind the targets: what a token was the target of stands at the token itself.
     fn labels(&self) -> Vec<i64> {
-        let row = |row: &[i64]| std::iter::once(IGNORE_INDEX).chain(row[..row.len() - 1].iter().copied()).collect::<Vec<_>>();
+        let row =
+            |row: &[i64]| std::iter::once(IGNORE_INDEX).chain(row[..row.len() - 1].iter().copied()).collect::<Vec<_>>();
         self.targets.chunks(self.len).flat_map(row).collect()
     }
 
@@ -285,13 +286,7 @@ impl Batch {
         }
         Err(Error::invalid(
             name,
-            format!(
-                "{} rows of {} values for {} rows of {} tokens",
-                values.rows(),
-                values.len(),
-                self.rows,
-                self.len
-            ),
+            format!("{} rows of {} values for {} rows of {} tokens", values.rows(), values.len(), self.rows, self.len),
             "give one value per token of the whole sequence, in one row or in a row per sequence; Documents::padded_to marks padding",
         ))
     }

@@ -5,9 +5,12 @@
 //! does not hold nobody can say what its answers are, and it is an error.
 
 use std::ops::Range;
-use std::path::Path;
+use std::path::PathBuf;
 
-use serde_json::{Map, Value};
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use serde::Deserialize;
+use serde_json::Value as Json;
 
 use crate::error::{Error, Result};
 use crate::files;
@@ -15,6 +18,8 @@ use crate::template::Template;
 use crate::tokens::{CHAT_TEMPLATE, FolderTokenizer, Piece};
 
 const ASSISTANT: &str = "assistant";
+const FORM: &str =
+    "give {\"messages\": [{\"role\": \"user\", \"content\": ..}, {\"role\": \"assistant\", \"content\": ..}]}";
 
 /// Turns conversations into tokens.
 #[derive(Debug)]
@@ -57,25 +62,30 @@ impl<'a> Chat<'a> {
         Ok(Self { tokenizer, template })
     }
 
-    /// The token ids of a conversation, and which of them are targets.
-    pub fn encode(&self, record: &Map<String, Value>) -> Result<(Vec<u32>, Vec<bool>), Fault> {
-        let messages = messages(record)?;
-        let tools = record.get("tools").filter(|tools| !tools.is_null());
+    /// The token ids of a conversation, a line of JSON, and which of them are targets.
+    pub fn encode(&self, line: &str) -> Result<(Vec<u32>, Vec<bool>), Fault> {
+        // As the template's values at once: fields keep their order, which `tojson` shows.
+        let Conversation { messages, tools } =
+            serde_json::from_str(line).map_err(|error| fault(format!("no conversation: {error}"), FORM))?;
+        check(&messages)?;
         let render = |messages: &[Value], prompt: bool| {
             self.template
-                .render(messages, tools, prompt)
+                .render(messages, &tools, prompt)
                 .map_err(|problem| fault(format!("the chat template refuses: {problem}"), "correct the conversation"))
         };
-        let text = render(messages, false)?;
+        let text = render(&messages, false)?;
         let mut answers = Vec::new();
         for (index, message) in messages.iter().enumerate() {
-            if message["role"] == ASSISTANT {
+            if field(message, "role").as_str() == Some(ASSISTANT) {
                 let begin = render(&messages[..index], true)?;
                 let end = render(&messages[..=index], false)?;
                 answers.push(span(&begin, &end, &text).ok_or_else(|| {
                     fault(
-                        format!("message {}: the chat template writes what is before it in another way without it, so that \
-                             answers cannot be told from prompts", index + 1),
+                        format!(
+                            "message {}: the chat template writes what is before it in another way without it, so that \
+                             answers cannot be told from prompts",
+                            index + 1
+                        ),
                         "give a template that only appends, as chat_template.jinja in the model's folder",
                     )
                 })?);
@@ -93,7 +103,7 @@ impl<'a> Chat<'a> {
 }
 
 /// The template as a file of its own, or in the tokenizer's configuration: one, or several with names.
-fn source(tokenizer: &FolderTokenizer) -> Result<Option<(std::path::PathBuf, String)>> {
+fn source(tokenizer: &FolderTokenizer) -> Result<Option<(PathBuf, String)>> {
     let path = tokenizer.folder().join(CHAT_TEMPLATE);
     if path.is_file() {
         let text = files::read_text(&path).map_err(|error| Error::Template {
@@ -105,7 +115,7 @@ fn source(tokenizer: &FolderTokenizer) -> Result<Option<(std::path::PathBuf, Str
     }
     let path = tokenizer.folder().join("tokenizer_config.json");
     let template = &tokenizer.config()["chat_template"];
-    let named = |list: &Vec<Value>| {
+    let named = |list: &Vec<Json>| {
         let default = list.iter().find(|entry| entry["name"] == "default");
         default.or(list.first()).and_then(|entry| entry["template"].as_str()).map(str::to_owned)
     };
@@ -113,28 +123,44 @@ fn source(tokenizer: &FolderTokenizer) -> Result<Option<(std::path::PathBuf, Str
     Ok(text.map(|text| (path, text)))
 }
 
-fn messages(record: &Map<String, Value>) -> Result<&[Value], Fault> {
-    const FORM: &str = "give {\"messages\": [{\"role\": \"user\", \"content\": ..}, {\"role\": \"assistant\", \"content\": ..}]}";
-    let messages = record.get("messages").and_then(Value::as_array).ok_or_else(|| fault("messages is no list", FORM))?;
+/// What is asked of a line; other fields are other programs'.
+#[derive(Deserialize)]
+struct Conversation {
+    messages: Vec<Value>,
+    #[serde(default = "none")]
+    tools: Value,
+}
+
+fn none() -> Value {
+    Value::from(())
+}
+
+/// A field of a message; undefined if there is none.
+fn field(message: &Value, name: &str) -> Value {
+    message.get_attr(name).unwrap_or_default()
+}
+
+fn check(messages: &[Value]) -> Result<(), Fault> {
     if messages.is_empty() {
         return Err(fault("messages is empty", FORM));
     }
     for (index, message) in messages.iter().enumerate() {
         let number = index + 1;
-        if !message.is_object() {
+        if message.kind() != ValueKind::Map {
             return Err(fault(format!("message {number} is no object"), FORM));
         }
         // What content may be (a list of parts, null beside tool calls) is the template's business.
-        for (field, needed) in [("role", true), ("content", message.get("tool_calls").is_none())] {
-            if needed && message.get(field).is_none() {
-                return Err(fault(format!("message {number} has no {field}"), FORM));
+        for (name, needed) in [("role", true), ("content", field(message, "tool_calls").is_undefined())] {
+            if needed && field(message, name).is_undefined() {
+                return Err(fault(format!("message {number} has no {name}"), FORM));
             }
         }
-        if !message["role"].is_string() {
-            return Err(fault(format!("message {number}: role is {}", message["role"]), "give a string"));
+        let role = field(message, "role");
+        if role.as_str().is_none() {
+            return Err(fault(format!("message {number}: role is {role}"), "give a string"));
         }
     }
-    Ok(messages)
+    Ok(())
 }
 
 /// The bytes of an answer, if each text begins the next.
@@ -148,9 +174,8 @@ fn inside(pieces: &[Piece], answer: &Range<usize>, text: &str) -> Range<usize> {
     // A token that begins before the answer is the prompt's, also if it ends within.
     let first = pieces.partition_point(|piece| piece.start < answer.start);
     let end = pieces.partition_point(|piece| piece.start < answer.end).max(first);
-    let blank = |piece: &Piece| {
-        !piece.special && text.get(piece.start..piece.end).is_some_and(|text| text.trim().is_empty())
-    };
+    let blank =
+        |piece: &Piece| !piece.special && text.get(piece.start..piece.end).is_some_and(|text| text.trim().is_empty());
     match pieces[first..end].iter().rposition(|piece| !blank(piece)) {
         Some(last) if pieces[first + last].special => first..first + last + 1,
         _ => first..end,
@@ -181,7 +206,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         Tokens::Bytes.save_beside(None, folder.path()).unwrap();
         let path = folder.path().join("tokenizer.json");
-        let mut json: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        let mut json: Json = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
         let added = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"].iter().enumerate().map(|(index, token)| {
             json!({ "id": 256 + index, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
                 "normalized": false, "special": true })
@@ -193,12 +218,12 @@ mod tests {
         folder
     }
 
-    fn encode(template: &str, messages: Value) -> Result<(String, String), Fault> {
+    fn encode(template: &str, messages: Json) -> Result<(String, String), Fault> {
         let folder = folder(Some(template));
         let tokens = Tokens::from_folder(folder.path()).unwrap();
         let Tokens::Tokenizer(tokenizer) = &tokens else { panic!() };
         let record = json!({ "messages": messages });
-        let (ids, targets) = Chat::new(tokenizer).unwrap().encode(record.as_object().unwrap())?;
+        let (ids, targets) = Chat::new(tokenizer).unwrap().encode(&record.to_string())?;
         let bytes = |ids: &mut dyn Iterator<Item = u32>| -> String {
             let names = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"];
             let bytes = ids.flat_map(|id| match u8::try_from(id) {
@@ -211,7 +236,7 @@ mod tests {
         Ok((bytes(&mut ids.iter().copied()), bytes(&mut chosen.into_iter())))
     }
 
-    fn talk() -> Value {
+    fn talk() -> Json {
         json!([
             { "role": "user", "content": "Hi?" },
             { "role": "assistant", "content": "Ja, grün." },
@@ -221,7 +246,11 @@ mod tests {
     }
 
     #[rstest]
-    #[case(CHATML, "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nJa, grün.<|im_end|>\n", "Ja, grün.<|im_end|>\nNo<|im_end|>")]
+    #[case(
+        CHATML,
+        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nJa, grün.<|im_end|>\n",
+        "Ja, grün.<|im_end|>\nNo<|im_end|>"
+    )]
     #[case(INST, "<s>[INST] Hi? [/INST] Ja, grün. </s>[INST] assistant [/INST]", " Ja, grün. </s> \nNo </s>")]
     #[case(BARE, "user: Hi?\nassistant: Ja, grün.\nuser: assistant\n", "Ja, grün.\n\nNo\n")]
     fn only_answers_and_their_ends_are_targets(#[case] template: &str, #[case] begin: &str, #[case] targets: &str) {
@@ -250,7 +279,7 @@ mod tests {
     }
 
     #[rstest]
-    #[case(json!(3), "messages is no list")]
+    #[case(json!(3), "no conversation: invalid type: integer `3`, expected a sequence at line 1 column 13")]
     #[case(json!([]), "messages is empty")]
     #[case(json!(["x"]), "message 1 is no object")]
     #[case(json!([{ "role": "user", "content": "a" }, { "content": "b" }]), "message 2 has no role")]
@@ -265,7 +294,7 @@ mod tests {
     #[case(json!([{ "name": "rag", "template": "r" }]), Some("r"))]
     #[case(json!("one"), Some("one"))]
     #[case(json!(null), None)]
-    fn a_template_is_one_or_named(#[case] template: Value, #[case] expected: Option<&str>) {
+    fn a_template_is_one_or_named(#[case] template: Json, #[case] expected: Option<&str>) {
         let folder = folder(None);
         std::fs::write(folder.path().join("tokenizer_config.json"), json!({ "chat_template": template }).to_string())
             .unwrap();

@@ -176,7 +176,10 @@ mod tests {
     #[case("--clip -1", "invalid value '-1' for '--clip <X|none>': give a number above 0, or none")]
     #[case("--seq-len 1", "invalid value '1' for '--seq-len <N>': give a whole number from 2")]
     #[case("--rank 3", "unexpected argument '--rank' found: tip: a similar argument exists: '--ranks'")]
-    #[case("--attention qq", "invalid value 'qq' for '--attention <ATTENTION>': [possible values: single, ulysses, upipe]")]
+    #[case(
+        "--attention qq",
+        "invalid value 'qq' for '--attention <ATTENTION>': [possible values: single, ulysses, upipe]"
+    )]
     #[case("once", "unexpected argument 'once' found: see --help")]
     fn a_message_is_one_line_with_a_remedy(#[case] args: &str, #[case] expected: &str) {
         let error = Args::read(["finetune"].into_iter().chain(args.split_whitespace())).unwrap_err();

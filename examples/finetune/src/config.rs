@@ -10,7 +10,7 @@ use crate::cli::Args;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::plan::{ModelSource, Plan};
-use crate::values::{Clip, Switch, Tile, word};
+use crate::values::{Clip, Switch, word};
 
 /// The file's values as words of a command line, without those that are also typed.
 ///
@@ -83,8 +83,11 @@ fn names() -> Vec<String> {
 
 fn near(name: &str, known: &[String]) -> String {
     let name = name.to_lowercase().replace('_', "-");
-    let mut near: Vec<(f64, &str)> =
-        known.iter().map(|known| (strsim::jaro_winkler(&name, known), &**known)).filter(|(score, _)| *score > 0.8).collect();
+    let mut near: Vec<(f64, &str)> = known
+        .iter()
+        .map(|known| (strsim::jaro_winkler(&name, known), &**known))
+        .filter(|(score, _)| *score > 0.8)
+        .collect();
     near.sort_by(|a, b| b.0.total_cmp(&a.0));
     near.truncate(3);
     match &near[..] {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::chat::{Chat, Fault};
 use crate::error::{Error, Result};
@@ -61,7 +61,13 @@ impl Documents {
         Ok(all)
     }
 
-    fn line<'t>(&mut self, place: &Place<'_>, line: &str, tokens: &'t Tokens, chat: &mut Option<Chat<'t>>) -> Result<()> {
+    fn line<'t>(
+        &mut self,
+        place: &Place<'_>,
+        line: &str,
+        tokens: &'t Tokens,
+        chat: &mut Option<Chat<'t>>,
+    ) -> Result<()> {
         match record(line).map_err(|fault| place.error(fault))? {
             Record::Text(text) => {
                 let ids = tokens.encode(&text)?;
@@ -70,7 +76,7 @@ impl Documents {
                     self.finish(tokens);
                 }
             }
-            Record::Chat(fields) => {
+            Record::Chat => {
                 let Tokens::Tokenizer(tokenizer) = tokens else {
                     return Err(place.error(Fault(
                         "a conversation, and byte tokens have no chat template".into(),
@@ -81,7 +87,7 @@ impl Documents {
                     Some(chat) => chat,
                     none => none.insert(Chat::new(tokenizer)?),
                 };
-                let (ids, targets) = chat.encode(&fields).map_err(|fault| place.error(fault))?;
+                let (ids, targets) = chat.encode(line).map_err(|fault| place.error(fault))?;
                 self.chats += usize::from(self.push(ids, Some(targets)));
             }
         }
@@ -133,7 +139,7 @@ impl Place<'_> {
 #[derive(Debug, PartialEq)]
 enum Record {
     Text(String),
-    Chat(Map<String, Value>),
+    Chat,
 }
 
 /// A line of JSONL.
@@ -149,16 +155,20 @@ fn record(line: &str) -> Result<Record, Fault> {
         return Err(fault("JSON, but no object".to_owned(), FORM));
     };
     match (fields.contains_key("messages"), fields.remove("text")) {
-        (true, None) => Ok(Record::Chat(fields)),
+        (true, None) => Ok(Record::Chat),
         (false, Some(Value::String(text))) => Ok(Record::Text(text)),
         (false, Some(_)) => Err(fault("text is no string".to_owned(), FORM)),
         (true, Some(_)) => Err(fault("both text and messages".to_owned(), "keep the one to train on")),
         (false, None) => {
             let found: Vec<&str> = fields.keys().map(String::as_str).collect();
             let near = found.iter().find_map(|found| {
-                ["text", "messages"].into_iter().find(|known| strsim::jaro_winkler(found, known) > 0.8).map(|known| (found, known))
+                ["text", "messages"]
+                    .into_iter()
+                    .find(|known| strsim::jaro_winkler(found, known) > 0.8)
+                    .map(|known| (found, known))
             });
-            let remedy = near.map_or(FORM.to_owned(), |(found, known)| format!("did you mean {known} where it says {found}?"));
+            let remedy =
+                near.map_or(FORM.to_owned(), |(found, known)| format!("did you mean {known} where it says {found}?"));
             Err(fault(format!("neither text nor messages among its fields ({})", found.join(", ")), &remedy))
         }
     }
@@ -188,7 +198,12 @@ mod tests {
     #[test]
     fn files_are_documents_in_their_order_and_empty_ones_none() {
         let folder = tempfile::tempdir().unwrap();
-        let files = [("a.txt", "abc"), ("empty", ""), ("b.jsonl", "{\"text\": \"de\"}\r\n\n{\"text\": \"\"}\n{\"text\": \"f\"}"), ("c", "g")];
+        let files = [
+            ("a.txt", "abc"),
+            ("empty", ""),
+            ("b.jsonl", "{\"text\": \"de\"}\r\n\n{\"text\": \"\"}\n{\"text\": \"f\"}"),
+            ("c", "g"),
+        ];
         let paths = files.map(|(name, text)| {
             let path = folder.path().join(name);
             std::fs::write(&path, text).unwrap();

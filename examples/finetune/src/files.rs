@@ -158,8 +158,7 @@ mod tests {
     #[test]
     fn a_folder_is_read_in_alphabetical_order_and_only_what_is_text() {
         let folder = tempfile::tempdir().unwrap();
-        for name in
-            ["b.rs", "a/z.py", "c.md", "d.jsonl", "weights.safetensors", "noending", ".git/a.rs", "target/a.rs"]
+        for name in ["b.rs", "a/z.py", "c.md", "d.jsonl", "weights.safetensors", "noending", ".git/a.rs", "target/a.rs"]
         {
             let path = folder.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();

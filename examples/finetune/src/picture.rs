@@ -65,7 +65,14 @@ mod tests {
     #[case(50)]
     fn a_curve_has_every_step(#[case] count: usize) {
         let steps: Vec<StepMetrics> = (1..=count)
-            .map(|step| StepMetrics { step, loss: 5.0 / step as f64, grad_norm: 1.0, lr: 1.0, tokens_per_s: 1.0, peak_bytes: 0 })
+            .map(|step| StepMetrics {
+                step,
+                loss: 5.0 / step as f64,
+                grad_norm: 1.0,
+                lr: 1.0,
+                tokens_per_s: 1.0,
+                peak_bytes: 0,
+            })
             .collect();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("loss.svg");

@@ -41,8 +41,7 @@ pub(crate) fn on_ranks<T: Send + 'static>(
 
 /// Sequences as micro-batches of at most B rows, and how many targets they have together.
 pub(crate) fn micro_batches(plan: &Plan, sequences: &[usize]) -> CoreResult<(Vec<Batch>, usize)> {
-    let batches =
-        sequences.chunks(plan.batch).map(|rows| plan.corpus.batch(rows)).collect::<CoreResult<Vec<_>>>()?;
+    let batches = sequences.chunks(plan.batch).map(|rows| plan.corpus.batch(rows)).collect::<CoreResult<Vec<_>>>()?;
     let targets = batches.iter().map(Batch::valid).sum();
     Ok((batches, targets))
 }

@@ -40,3 +40,36 @@ impl LearningRate {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    /// The right sides are transformers', from `get_last_lr` before each step.
+    #[rstest]
+    #[case(Schedule::Constant, 4, &[0.0, 0.00075, 0.0015, 0.0022500000000000003, 0.003, 0.003, 0.003, 0.003, 0.003, 0.003, 0.003])]
+    #[case(Schedule::Cosine, 3, &[
+        0.0, 0.001, 0.002, 0.003, 0.00288581929876693, 0.002560660171779821, 0.002074025148547635, 0.0015,
+        0.0009259748514523654, 0.0004393398282201788, 0.0001141807012330699,
+    ])]
+    #[case(Schedule::Cosine, 0, &[
+        0.003, 0.002713525491562421, 0.0019635254915624212, 0.001036474508437579, 0.000286474508437579,
+    ])]
+    fn rates_are_those_of_transformers(#[case] kind: Schedule, #[case] warmup: usize, #[case] expected: &[f64]) {
+        let rate = LearningRate { kind, peak: 0.003, min: 0.0, warmup, steps: expected.len() };
+        for (step, expected) in expected.iter().enumerate() {
+            let found = rate.at(step);
+            assert!((found - expected).abs() <= 1e-15 * 0.003, "step {step}: {found}, not {expected}");
+        }
+    }
+
+    #[test]
+    fn the_cosine_ends_at_the_smallest_rate() {
+        let rate = LearningRate { kind: Schedule::Cosine, peak: 1.0, min: 0.1, warmup: 0, steps: 10 };
+        assert_eq!(rate.at(0), 1.0);
+        assert!((rate.at(5) - 0.55).abs() < 1e-12);
+        assert!((rate.at(10) - 0.1).abs() < 1e-12);
+    }
+}

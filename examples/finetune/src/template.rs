@@ -2,6 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Value, context, escape_formatter};
 use serde::Serialize;
@@ -17,10 +18,13 @@ pub(crate) struct Template {
 impl Template {
     /// Compiles once, so that a template that is none is known before any conversation. `special` are the tokens that it may name
     /// (`bos_token` and others).
-    pub fn new<'a>(source: &str, special: impl IntoIterator<Item = (&'a &'static str, &'a String)>) -> Result<Self, String> {
+    pub fn new<'a>(
+        source: &str,
+        special: impl IntoIterator<Item = (&'a &'static str, &'a String)>,
+    ) -> Result<Self, String> {
         let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|error| describe(&error))?);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_formatter(|out, state, value| match value.kind() {
             // As Python writes them.
@@ -45,12 +49,7 @@ impl Template {
     }
 
     /// The text of a conversation.
-    pub fn render(
-        &self,
-        messages: &[serde_json::Value],
-        tools: Option<&serde_json::Value>,
-        add_generation_prompt: bool,
-    ) -> Result<String, String> {
+    pub fn render(&self, messages: &[Value], tools: &Value, add_generation_prompt: bool) -> Result<String, String> {
         let context = context! { messages, tools, documents => (), add_generation_prompt };
         self.environment.render_str(&self.source, context).map_err(|error| describe(&error))
     }
@@ -97,10 +96,8 @@ fn tojson(value: Value, indent: Option<usize>, options: Kwargs) -> Result<Value,
         Some(indent) => Some(indent),
         None => options.get::<Option<usize>>("indent")?,
     };
-    for ignorable in ["ensure_ascii", "sort_keys", "separators"] {
-        // Keys are sorted in any case here.
-        let _: Option<Value> = options.get(ignorable)?;
-    }
+    // As transformers' own templates give it; ASCII alone is not built.
+    let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     let spaces = " ".repeat(indent.unwrap_or(0));
     let text = match indent {
@@ -138,7 +135,17 @@ impl Formatter for Spaced {
 /// The codes that templates use, in UTC: a run must not depend on where it is.
 fn strftime(format: &str, seconds: u64) -> Result<String, String> {
     const MONTHS: [&str; 12] = [
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
         "December",
     ];
     const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
@@ -187,15 +194,15 @@ fn strftime(format: &str, seconds: u64) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
-    use serde_json::json;
 
     use super::*;
 
     fn render(source: &str) -> Result<String, String> {
         let special = [("bos_token", "<s>".to_owned())];
         let template = Template::new(source, special.iter().map(|(name, token)| (name, token)))?;
-        let messages = [json!({ "role": "user", "content": "a<b> & 'c'" }), json!({ "role": "x", "content": null })];
-        template.render(&messages, None, true)
+        let messages = r#"[{"role": "user", "content": "a<b> & 'c'"}, {"role": "x", "content": null}]"#;
+        let messages: Vec<Value> = serde_json::from_str(messages).unwrap();
+        template.render(&messages, &Value::from(()), true)
     }
 
     /// The right sides are Jinja2's, with transformers' settings.
@@ -203,7 +210,7 @@ mod tests {
     #[case("{{ bos_token }}{{ eos_token }}|", "<s>|")]
     #[case("{% for m in messages %}\n  {% if loop.first %}\n{{ m['role'] }}\n  {% endif %}\n{% endfor %}\n", "user\n")]
     #[case("{{ messages[0].content }}", "a<b> & 'c'")]
-    #[case("{{ messages[0] | tojson }}", r#"{"content": "a<b> & 'c'", "role": "user"}"#)]
+    #[case("{{ messages[0] | tojson }}", r#"{"role": "user", "content": "a<b> & 'c'"}"#)]
     #[case("{{ [1, {'a': []}] | tojson(indent=2) }}", "[\n  1,\n  {\n    \"a\": []\n  }\n]")]
     #[case("{{ messages[1].content }} {{ add_generation_prompt }} {{ tools is none }}", "None True True")]
     #[case("{{ messages[0]['content'].split('<')[0].strip().upper() }}", "A")]

@@ -297,8 +297,7 @@ impl<E: Stored> WithSimd for KeyTile<'_, '_, E> {
                         // SAFETY: c + lanes <= columns <= width, the length of both rows.
                         unsafe {
                             let (p_at, ds_at) = (scores.as_mut_ptr().add(c), d_scores.as_mut_ptr().add(c));
-                            let (p, ds) =
-                                score_gradient::<E::Real, S>(s, load(p_at), load(ds_at), lse, delta, bent);
+                            let (p, ds) = score_gradient::<E::Real, S>(s, load(p_at), load(ds_at), lse, delta, bent);
                             store(p_at, p);
                             store(ds_at, ds);
                         }
