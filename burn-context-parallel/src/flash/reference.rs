@@ -107,7 +107,7 @@ fn written_out(
         q.cast(compute).matmul(k.swap_dims(2, 3)) * options.resolved_scale(d)
     };
     let scores = match options.softcap {
-        // Not a division: Burn's backward pass of one rounds the divisor to f32.
+        // Burn divides gradients by a scalar in f32 in f64 graphs, too.
         Some(cap) => (scores * (1.0 / cap)).tanh() * cap,
         None => scores,
     };
