@@ -8,12 +8,14 @@ use burn::nn::{Embedding, EmbeddingConfig, LinearConfig};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_context_parallel::attention::{
     ContextParallelDevice, FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, HeadExchange,
-    HeadSplit, SequenceContext, try_attention, ulysses,
+    HeadSplit, SequenceContext, attention_with, try_attention, ulysses,
 };
 use burn_context_parallel::collective::{all_gather, all_to_all, broadcast, reduce, reduce_scatter};
 use burn_context_parallel::flash::{FlashOptions, flash_attention, flash_attention_with_lse, reference};
 use burn_context_parallel::group::{LaunchConfig, LaunchError, Mesh, MeshShape, ProcessGroup, launch};
-use burn_context_parallel::sequence::{Batch, Document, Documents, PerToken, RotaryFrequencies, SequenceLayout};
+use burn_context_parallel::sequence::{
+    Batch, Document, Documents, PerToken, RotaryEmbeddingConfig, RotaryFrequencies, RotaryScaling, SequenceLayout,
+};
 use burn_context_parallel::{Error, Result};
 use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, tiled_cross_entropy, tiles};
 use burn_upipe::upipe::{AttentionScheme, Given, Schedule, UPipeAttentionConfig, upipe};
@@ -101,6 +103,7 @@ fn layouts_and_schedules() {
 fn sequences_and_their_documents() {
     let layout = || SequenceLayout::contiguous(4, 2).unwrap();
     let single = ProcessGroup::single;
+    let rotary = || RotaryEmbeddingConfig::new(4).init().unwrap();
     refused(rows![
         Batch::from_rows(&[]),
         Batch::from_rows(&[vec![]]),
@@ -141,6 +144,15 @@ fn sequences_and_their_documents() {
         RotaryFrequencies::new(4, -1e4),
         RotaryFrequencies::new(4, f64::NAN),
         RotaryFrequencies::new(4, f64::INFINITY),
+        RotaryFrequencies::new(HUGE - 1, 1e4),
+        RotaryFrequencies::scaled(4, 1e4, &RotaryScaling::Linear { factor: 0.0 }),
+        RotaryFrequencies::scaled(4, 1e4, &RotaryScaling::Linear { factor: f64::NAN }),
+        RotaryFrequencies::scaled(4, 1e4, &RotaryScaling::yarn(f64::NAN, 8)),
+        RotaryFrequencies::scaled(4, 1e4, &RotaryScaling::yarn(2.0, 0)),
+        RotaryEmbeddingConfig::new(5).init(),
+        rotary().try_forward(ones([1, 3, 2, 6]), ids([1, 3])),
+        rotary().try_forward(ones([1, 3, 2, 4]), ids([1, 4])),
+        rotary().try_forward(ones([1, 3, 2, 4]), ids([2, 3])),
         context().expect("a test", 2, 5),
         context().expect("a test", 1, 4),
     ]);
@@ -208,6 +220,7 @@ fn attention_in_every_form() {
         let context = SequenceContext::single(4, 1).unwrap();
         refused(rows![
             flash_attention(q(), q(), q(), &options),
+            attention_with(q(), q(), q(), &options),
             flash_attention_with_lse(q(), q(), q(), &options),
             reference::attention(q(), q(), q(), &options),
             reference::dense_attention(q(), q(), q(), None, None, &options),
@@ -245,6 +258,11 @@ fn modules() {
         config(8, 4, 3, 4).init(&device),
         config(8, 4, 2, 0).init(&device),
         config(8, HUGE, 1, 4).init(&device),
+        config(HUGE, 4, 2, 4).init(&device),
+        config(8, 4, 2, HUGE).init(&device),
+        config(8, 4, 2, 4).with_window(Some(0)).init(&device),
+        config(8, 4, 2, 4).with_softcap(Some(0.0)).init(&device),
+        config(8, 4, 2, 4).with_qk_norm(Some(-1.0)).init(&device),
         config(8, 4, 2, 4).with_scale(Some(f64::NAN)).init(&device),
         upiped().with_scheme(AttentionScheme::UPipe { heads_per_stage: Some(0) }),
         upiped().with_scheme(AttentionScheme::UPipe { heads_per_stage: Some(HUGE) }),
@@ -278,6 +296,7 @@ fn tiles_and_losses() {
         head(Some(2)).forward(ones([1, 3, 4]), ids([3, 1]), None),
         head(Some(HUGE)).forward(ones([1, 3, 4]), ids([1, 3]).mul_scalar(10), None),
         head(Some(1)).forward(ones([1, 3, 4]), ids([1, 3]).mul_scalar(-7), None),
+        head(None).forward_over(ones([1, 3, 4]), ids([1, 3]), 2),
         tiled_cross_entropy(&table, ones([1, 3, 4]), ids([1, 3]).mul_scalar(12), Some(2), None, project),
     ]);
     // A tile of 0 is no tile, and one beyond the sequence is the sequence.

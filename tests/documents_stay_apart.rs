@@ -114,11 +114,11 @@ fn loss_and_gradients_are_those_of_the_documents_alone(
     let expected: Vec<Answer> =
         cases.iter().map(|(_, packing)| alone(&model(&ParallelConfig::none()), packing)).collect();
     for scheme in schemes(ranks) {
-        let answers = on_ranks(ranks, move |world| {
+        let answers: Vec<Vec<Answer>> = on_ranks(ranks, move |world| {
             let model = model(&techniques(scheme, all));
             packings().iter().map(|(_, (rows, len))| packed(&model, &Batch::packed(rows, *len)?, &world)).collect()
         });
-        for answers in answers as Vec<Vec<Answer>> {
+        for answers in answers {
             for ((name, _), (actual, expected)) in cases.iter().zip(answers.iter().zip(&expected)) {
                 compare(&format!("{name}, {scheme:?} on {ranks}, recomputing {all}"), actual, expected);
             }
@@ -147,7 +147,7 @@ fn packings_may_change_with_every_step(#[values(2, 3)] ranks: usize) {
         single = single.map(&mut Descend(answer.1.clone()));
         expected.push(answer.0);
     }
-    let losses = on_ranks(ranks, |world| {
+    let losses: Vec<Vec<f64>> = on_ranks(ranks, |world| {
         let mut model = model(&techniques(AttentionScheme::default(), true));
         packings()
             .into_iter()
@@ -158,7 +158,7 @@ fn packings_may_change_with_every_step(#[values(2, 3)] ranks: usize) {
             })
             .collect()
     });
-    for losses in losses as Vec<Vec<f64>> {
+    for losses in losses {
         for (step, (a, b)) in losses.iter().zip(&expected).enumerate() {
             assert!((a - b).abs() <= 1e-9 * b.abs(), "step {step}: {a}, alone {b}");
         }
@@ -217,11 +217,11 @@ fn boundaries_and_numbers_are_the_same_documents(#[values(1, 2, 3, 4)] ranks: us
             .unwrap(),
         Batch::from_rows(&[tokens]).unwrap().with_documents(Documents::from_ids(PerToken::shared(numbers))).unwrap(),
     ];
-    let answers = on_ranks(ranks, move |world| {
+    let answers: Vec<Vec<Answer>> = on_ranks(ranks, move |world| {
         let model = model(&techniques(AttentionScheme::default(), false));
         batches.iter().map(|batch| packed(&model, batch, &world)).collect()
     });
-    for answers in answers as Vec<Vec<Answer>> {
+    for answers in answers {
         assert!(answers.iter().all(|answer| answer.0.to_bits() == answers[0].0.to_bits() && answer.1 == answers[0].1));
     }
 }

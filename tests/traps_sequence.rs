@@ -30,7 +30,7 @@ fn every_token_enters_once(#[values(1, 2, 3, 4)] ranks: usize, #[values(4, 16, 1
         let shard = cp.shard(&batch)?;
         let twice = Batch::new(shard.tokens.clone())?.shard(shard.layout(), world.rank(), &Device::flex());
         assert_eq!(twice.is_err(), world.size() > 1 && shard.tokens.dims()[1] != len);
-        let options = || AttentionModuleOptions::default();
+        let options = AttentionModuleOptions::default;
         let half = Tensor::<4>::ones([1, 2, shard.tokens.dims()[1] + 1, 4], &Device::flex());
         let error = cp.scope(&shard, || try_attention(half.clone(), half.clone(), half, None, None, options()));
         assert!(error.unwrap_err().to_string().contains("neither the whole sequence nor a slice"));
