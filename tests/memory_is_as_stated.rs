@@ -255,7 +255,7 @@ fn two_ranks_need_half_the_memory_each() {
             let device = Device::flex().autodiff();
             let parallel = ParallelConfig { attention: scheme, ..ParallelConfig::none() };
             let model = Llama::init(&LlamaConfig::new(64, 32, 96, 3, 4, 2), &parallel, &device).expect("a model");
-            let batch = Batch::from_rows(&[(0..4096).map(|i| i % 64).collect()])?;
+            let batch = Batch::from_rows(&[(0..2048).map(|i| i % 64).collect()])?;
             let shard = device.context_parallel(&world).shard(&batch)?;
             let step = || {
                 let loss = model.loss(&shard, &world).expect("a loss");
