@@ -1,33 +1,90 @@
 //! What was typed: no side effects, nothing derived. What it means is in [`Plan`](crate::Plan).
 
+use std::ffi::OsString;
 use std::path::PathBuf;
-use std::str::FromStr;
 
-use clap::{Parser, ValueEnum};
+use clap::parser::ValueSource;
+use clap::{CommandFactory, FromArgMatches, Parser};
+
+use crate::config;
+use crate::error::{Error, Result};
+use crate::values::{
+    Clip, DataOrder, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, at_least, not_negative, positive,
+};
 
 const AFTER: &str = "\
-Text is read as bytes: token ids 0 to 255. Tokenizers (tokenizer.json), JSONL, schedules and resuming come later; --model
-takes any Llama with at least 256 token ids, and uses the first 256 of them.
+Text: files of UTF-8, each a document; *.jsonl with an object a line, {\"text\": ..} a document, {\"messages\": [{\"role\": ..,
+\"content\": ..}, ..]} a conversation, which the model's chat template renders and of which only answers are targets.
+All tokens follow each other in file order and are cut into sequences of --seq-len; S tokens give S - 1 targets.
 
-Every switch changes memory and time only: losses are the same for any ranks, scheme, tiles and checkpoints.
+A step trains on --batch x --accumulate sequences, all ranks together on each of them: ranks, scheme, tiles and checkpoints
+change memory and time only, losses are the same.
 
-Exit status: 0 if the run came to its end, 1 if it failed, 2 if the request makes no sense.";
+Exit status: 0 if the run came to its end, 1 if it failed, 2 if the request makes no sense. Resuming is not built.";
 
 /// Trains a Llama on long sequences, over ranks that share each of them.
 ///
 /// Without arguments: a small model from scratch, on this repository's own source, with every technique on.
-#[derive(Parser, Clone, Debug)]
+#[derive(Parser, Clone, Debug, PartialEq)]
 #[command(name = "finetune", after_help = AFTER)]
 pub struct Args {
     /// A Hugging Face folder (config.json, model.safetensors) to start from. Default: a small model from scratch.
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
-    /// Text files, and folders that are searched for source and text files. Default: this repository's *.rs files.
+    /// How text becomes token ids.
+    #[arg(long, value_enum, default_value_t = TokensFrom::Auto)]
+    pub tokens: TokensFrom,
+    /// Files, and folders that are searched for source, text and JSONL files. Default: this repository's *.rs files.
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data: Vec<PathBuf>,
-    /// Tokens of a sequence, S; a step trains on one sequence.
-    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = at_least::<2>, allow_negative_numbers = true)]
-    pub seq_len: usize,
+    /// Tokens of a sequence, S. Default: 4096; with --eval the whole text.
+    #[arg(long, value_name = "N", value_parser = at_least::<2>, allow_negative_numbers = true)]
+    pub seq_len: Option<usize>,
+    /// How documents share a sequence.
+    #[arg(long, value_enum, default_value_t = Packing::Auto)]
+    pub packing: Packing,
+    /// Use only the first N sequences. Default: all.
+    #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub sequences: Option<usize>,
+    /// In which order sequences come.
+    #[arg(long, value_enum, default_value_t = DataOrder::File)]
+    pub data_order: DataOrder,
+    /// Sequences side by side, B.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub batch: usize,
+    /// Batches a step, one after the other; one mean over all their targets.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub accumulate: usize,
+    /// Optimizer steps. Default: 40.
+    #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub steps: Option<usize>,
+    /// Times through all sequences, in place of --steps.
+    #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub epochs: Option<usize>,
+    /// Learning rate, the largest one.
+    #[arg(long, value_name = "X", default_value_t = 3e-3, value_parser = positive, allow_negative_numbers = true)]
+    pub lr: f64,
+    /// How the learning rate goes on after the warm-up.
+    #[arg(long, value_enum, default_value_t = Schedule::Constant)]
+    pub schedule: Schedule,
+    /// Steps in which the learning rate rises from 0; the first one has 0.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = at_least::<0>, allow_negative_numbers = true)]
+    pub warmup: usize,
+    /// Where the cosine ends.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative, allow_negative_numbers = true)]
+    pub min_lr: f64,
+    /// AdamW's weight decay.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative, allow_negative_numbers = true)]
+    pub weight_decay: f64,
+    /// Largest norm of all gradients together, over all ranks.
+    #[arg(long, value_name = "X|none", default_value = "1.0", allow_negative_numbers = true)]
+    pub clip: Clip,
+    /// Type of the computation; weights and optimizer are f32.
+    #[arg(long, value_enum, default_value_t = Precision::F32)]
+    pub dtype: Precision,
+    /// What the weights of a model from scratch and the order of --data-order shuffle are drawn from.
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    pub seed: u64,
     /// Ranks (threads of this process) that share each sequence. Default: 4; 1 under --attention single.
     #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
     pub ranks: Option<usize>,
@@ -49,112 +106,52 @@ pub struct Args {
     /// Tokens a tile of output layer and loss.
     #[arg(long, value_name = "N|auto|off", allow_negative_numbers = true, default_value = "auto")]
     pub loss_tile: Tile,
-    /// Optimizer steps.
-    #[arg(long, value_name = "N", default_value_t = 40, value_parser = at_least::<1>, allow_negative_numbers = true)]
-    pub steps: usize,
-    /// Learning rate, the same at every step.
-    #[arg(long, value_name = "X", default_value_t = 3e-3, value_parser = positive, allow_negative_numbers = true)]
-    pub lr: f64,
-    /// AdamW's weight decay.
-    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative, allow_negative_numbers = true)]
-    pub weight_decay: f64,
-    /// Largest norm of all gradients together, over all ranks.
-    #[arg(long, value_name = "X|none", default_value = "1.0", allow_negative_numbers = true)]
-    pub clip: Clip,
-    /// What the weights of a model from scratch are drawn from.
-    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
-    pub seed: u64,
+    /// Only the loss, without training; --batch sequences at a time. Writes nothing unless there is --out.
+    #[arg(long)]
+    pub eval: bool,
     /// Where to write; a folder that does not exist or is empty. Default: a new folder under runs/.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Values for any of these, by the same names (seq-len = 8192); what is typed here wins.
+    #[arg(long, value_name = "FILE.toml")]
+    pub config: Option<PathBuf>,
 }
 
-/// How attention runs.
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scheme {
-    /// The whole sequence on one rank.
-    Single,
-    /// Over ranks, all heads at once.
-    Ulysses,
-    /// Over ranks, some heads at a time.
-    Upipe,
-}
-
-/// On or off.
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Switch {
-    /// On.
-    On,
-    /// Off.
-    Off,
-}
-
-/// The size of a tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tile {
-    /// From the shard's length.
-    Auto,
-    /// No tiles.
-    Off,
-    /// So many tokens.
-    Tokens(usize),
-}
-
-impl FromStr for Tile {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "off" => Ok(Self::Off),
-            number => match at_least::<1>(number) {
-                Ok(tokens) => Ok(Self::Tokens(tokens)),
-                Err(_) => Err("give a number of tokens from 1, auto or off".to_owned()),
-            },
-        }
+impl Args {
+    /// Reads a command line, its first word the program's name, and the file of its `--config`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Usage`] for what is typed (`--help` is one), [`Error::Config`] for what the file says; the latter's values obey
+    /// the same rules.
+    pub fn read<T: Into<OsString> + Clone>(line: impl IntoIterator<Item = T>) -> Result<Self> {
+        let line: Vec<OsString> = line.into_iter().map(Into::into).collect();
+        let usage = |error: clap::Error| Error::Usage(Box::new(error));
+        let matches = Self::command().try_get_matches_from(&line).map_err(usage)?;
+        let typed = Self::from_arg_matches(&matches).map_err(usage)?;
+        let Some(path) = &typed.config else {
+            return Ok(typed);
+        };
+        let typed_too = |name: &str| {
+            let id = name.replace('-', "_");
+            matches.value_source(&id) == Some(ValueSource::CommandLine)
+                // Two names for one number.
+                || (id == "steps" || id == "epochs") && (typed.steps.is_some() || typed.epochs.is_some())
+        };
+        let words: Vec<OsString> = config::words(path, typed_too)?.into_iter().map(OsString::from).collect();
+        let name = || line.first().cloned().into_iter();
+        // Alone first: what is wrong now is the file's.
+        Self::try_parse_from(name().chain(words.clone())).map_err(|error| Error::Config {
+            path: path.clone(),
+            line: None,
+            problem: one_line(&error.to_string()),
+            remedy: "correct the file".to_owned(),
+        })?;
+        Self::try_parse_from(name().chain(words).chain(line.iter().skip(1).cloned())).map_err(usage)
     }
 }
 
-/// The largest norm, if any.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Clip(pub Option<f64>);
-
-impl FromStr for Clip {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "none" => Ok(Self(None)),
-            number => match positive(number) {
-                Ok(norm) => Ok(Self(Some(norm))),
-                Err(_) => Err("give a number above 0, or none".to_owned()),
-            },
-        }
-    }
-}
-
-fn at_least<const MIN: usize>(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(number) if number >= MIN => Ok(number),
-        _ => Err(format!("give a whole number from {MIN}")),
-    }
-}
-
-fn positive(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
-        _ => Err("give a number above 0".to_owned()),
-    }
-}
-
-fn not_negative(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
-        _ => Err("give 0 or a number above it".to_owned()),
-    }
-}
-
-/// Clap's message as one line with fault and remedy; it spreads them over several.
+/// Clap's message as one line with fault and remedy, without "error: "; it spreads them over several.
 pub fn one_line(message: &str) -> String {
     let mut parts: Vec<&str> = message
         .lines()
@@ -165,7 +162,8 @@ pub fn one_line(message: &str) -> String {
     if parts.len() < 2 && !parts.iter().any(|part| part.contains(": give ")) {
         parts.push("see --help");
     }
-    parts.join(": ")
+    let line = parts.join(": ");
+    line.strip_prefix("error: ").unwrap_or(&line).to_owned()
 }
 
 #[cfg(test)]
@@ -175,27 +173,16 @@ mod tests {
     use super::*;
 
     #[rstest]
-    #[case("--clip -1", "error: invalid value '-1' for '--clip <X|none>': give a number above 0, or none")]
-    #[case("--seq-len 1", "error: invalid value '1' for '--seq-len <N>': give a whole number from 2")]
-    #[case("--rank 3", "error: unexpected argument '--rank' found: tip: a similar argument exists: '--ranks'")]
+    #[case("--clip -1", "invalid value '-1' for '--clip <X|none>': give a number above 0, or none")]
+    #[case("--seq-len 1", "invalid value '1' for '--seq-len <N>': give a whole number from 2")]
+    #[case("--rank 3", "unexpected argument '--rank' found: tip: a similar argument exists: '--ranks'")]
     #[case(
         "--attention qq",
-        "error: invalid value 'qq' for '--attention <ATTENTION>': [possible values: single, ulysses, upipe]"
+        "invalid value 'qq' for '--attention <ATTENTION>': [possible values: single, ulysses, upipe]"
     )]
-    #[case("once", "error: unexpected argument 'once' found: see --help")]
+    #[case("once", "unexpected argument 'once' found: see --help")]
     fn a_message_is_one_line_with_a_remedy(#[case] args: &str, #[case] expected: &str) {
-        let error = Args::try_parse_from(["finetune"].into_iter().chain(args.split_whitespace())).unwrap_err();
-        assert_eq!(one_line(&error.to_string()), expected);
-    }
-
-    #[rstest]
-    #[case("auto", Some(Tile::Auto))]
-    #[case("off", Some(Tile::Off))]
-    #[case("7", Some(Tile::Tokens(7)))]
-    #[case("0", None)]
-    #[case("-3", None)]
-    #[case("on", None)]
-    fn a_tile_is_a_length_or_a_word(#[case] text: &str, #[case] expected: Option<Tile>) {
-        assert_eq!(text.parse().ok(), expected);
+        let error = Args::read(["finetune"].into_iter().chain(args.split_whitespace())).unwrap_err();
+        assert_eq!(error.to_string(), expected);
     }
 }

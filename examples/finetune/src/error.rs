@@ -6,13 +6,29 @@ use std::path::PathBuf;
 use burn_context_parallel::group::LaunchError;
 use llama::LlamaError;
 
-use crate::data::TextError;
+use crate::cli::one_line;
+use crate::files::TextError;
 use crate::train::Halt;
 
 /// Any failure of a run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// What was typed.
+    #[error("{}", one_line(&.0.to_string()))]
+    Usage(Box<clap::Error>),
+    /// What the file of `--config` says.
+    #[error("--config {}{}: {problem}: {remedy}", path.display(), line.map(|line| format!(":{line}")).unwrap_or_default())]
+    Config {
+        /// Which file.
+        path: PathBuf,
+        /// Counted from 1, where it is known.
+        line: Option<usize>,
+        /// What, with its numbers.
+        problem: String,
+        /// What to write.
+        remedy: String,
+    },
     /// Arguments that do not go together, or do not fit the model.
     #[error("{problem}: {remedy}")]
     Input {
@@ -23,8 +39,8 @@ pub enum Error {
     },
     /// A model whose vocabulary has no place for every byte.
     #[error(
-        "--model {}: a vocabulary of {vocab_size} is not byte-level: use a model with at least 256 token ids; tokenizers are not \
-         built yet",
+        "--model {}: a vocabulary of {vocab_size} has no room for bytes: use a model with at least 256 token ids, or leave out \
+         --tokens bytes",
         folder.display()
     )]
     NotByteLevel {
@@ -32,6 +48,26 @@ pub enum Error {
         folder: PathBuf,
         /// Its vocabulary.
         vocab_size: usize,
+    },
+    /// The model's tokenizer cannot be had, or refuses.
+    #[error("{}: {problem}: {remedy}", path.display())]
+    Tokenizer {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// There is no chat template for conversations, or it is none.
+    #[error("{}: {problem}: {remedy}", path.display())]
+    Template {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+        /// What to do.
+        remedy: &'static str,
     },
     /// The text cannot be used.
     #[error(transparent)]
@@ -88,7 +124,15 @@ impl Error {
     /// 2 if the request cannot be served, 1 if serving it failed.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Input { .. } | Self::NotByteLevel { .. } | Self::Text(_) | Self::Model(_) | Self::Out { .. } => 2,
+            Self::Usage(_)
+            | Self::Config { .. }
+            | Self::Input { .. }
+            | Self::NotByteLevel { .. }
+            | Self::Tokenizer { .. }
+            | Self::Template { .. }
+            | Self::Text(_)
+            | Self::Model(_)
+            | Self::Out { .. } => 2,
             Self::Write { .. } | Self::Say(_) | Self::Save(_) | Self::Launch(_) | Self::Diverged { .. } => 1,
         }
     }

@@ -4,7 +4,6 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use burn_upipe::profile::heap::CountingAllocator;
-use clap::Parser;
 
 // Makes peak_bytes a count and not an estimate; on the CPU tensors are heap memory.
 #[global_allocator]
@@ -12,25 +11,20 @@ static HEAP: CountingAllocator = CountingAllocator;
 
 fn main() -> ExitCode {
     env_logger::Builder::new().filter_level(log::LevelFilter::Warn).init();
-    let args = match finetune::Args::try_parse() {
+    let args = match finetune::Args::read(std::env::args_os()) {
         Ok(args) => args,
-        Err(error) if error.use_stderr() => {
-            complain(&finetune::one_line(&error.to_string()));
-            return ExitCode::from(2);
-        }
         // --help
-        Err(error) => error.exit(),
+        Err(finetune::Error::Usage(error)) if !error.use_stderr() => error.exit(),
+        Err(error) => return complain(&error),
     };
-    match finetune::run(&args, io::stdout()) {
+    match finetune::run(&args, &finetune::Voice::new(io::stdout()).with_bar()) {
         Ok(_) => ExitCode::SUCCESS,
-        Err(error) => {
-            complain(&format!("error: {error}"));
-            ExitCode::from(error.exit_code())
-        }
+        Err(error) => complain(&error),
     }
 }
 
-fn complain(message: &str) {
+fn complain(error: &finetune::Error) -> ExitCode {
     // Nothing is left to do if stderr is closed.
-    let _ = writeln!(io::stderr(), "{message}");
+    let _ = writeln!(io::stderr(), "error: {error}");
+    ExitCode::from(error.exit_code())
 }

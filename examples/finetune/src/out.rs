@@ -23,36 +23,52 @@ pub(crate) fn check(path: &Path) -> Result<()> {
     }
 }
 
-/// Makes the folder.
-pub(crate) fn claim(out: &OutFolder) -> Result<PathBuf> {
+/// Makes the folder, with the first file in it: what cannot be written to is known before the run.
+pub(crate) fn claim(out: &OutFolder, name: &str, text: &str) -> Result<Option<PathBuf>> {
     let fail = |path: &Path, error: std::io::Error| Error::Out {
         path: path.to_owned(),
         problem: error.to_string(),
         remedy: REMEDY,
     };
-    match out {
+    let (path, made) = match out {
+        OutFolder::Nowhere => return Ok(None),
         OutFolder::Given(path) => {
             check(path)?;
+            let made = !path.exists();
             fs::create_dir_all(path).map_err(|error| fail(path, error))?;
-            Ok(path.clone())
+            (path.clone(), made)
         }
         OutFolder::NewUnder(parent) => {
             fs::create_dir_all(parent).map_err(|error| fail(parent, error))?;
-            for number in 1.. {
-                let path = parent.join(format!("{number:04}"));
-                // Making it is the test: of two runs that start together, only one gets the number.
-                match fs::create_dir(&path) {
-                    Ok(()) => return Ok(path),
-                    Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-                    Err(error) => return Err(fail(&path, error)),
-                }
-            }
-            unreachable!("some number is free")
+            (number(parent).map_err(|error| fail(parent, error))?, true)
+        }
+    };
+    if let Err(error) = fs::write(path.join(name), text) {
+        // Leaves nothing behind; if that fails too, the first error is the one to tell.
+        let _ = fs::remove_file(path.join(name));
+        if made {
+            let _ = fs::remove_dir(&path);
+        }
+        return Err(fail(&path, error));
+    }
+    Ok(Some(path))
+}
+
+/// A new folder with the first free number.
+fn number(parent: &Path) -> std::io::Result<PathBuf> {
+    for number in 1u32.. {
+        let path = parent.join(format!("{number:04}"));
+        // Making it is the test: of two runs that start together, only one gets the number.
+        match fs::create_dir(&path) {
+            Ok(()) => return Ok(path),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
         }
     }
+    Err(ErrorKind::AlreadyExists.into())
 }
 
 /// Writes a text file.
 pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, format!("{text}\n")).map_err(|source| Error::Write { path: path.to_owned(), source })
+    fs::write(path, text).map_err(|source| Error::Write { path: path.to_owned(), source })
 }

@@ -1,22 +1,32 @@
-//! What the arguments mean: every value resolved, checked, and printed with its reason.
+//! What the arguments mean: every value resolved and checked. Why each is what it is stands in [`explain`](crate::explain).
 //!
-//! S sequence, L = ceil(S / P) local sequence, P ranks, H query heads, U query heads a stage.
+//! S sequence, L = ceil(S / P) local sequence, P ranks, B sequences side by side, H query heads, U query heads a stage.
 
-use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use burn_context_parallel::group::MAX_RANKS;
 use burn_context_parallel::sequence::SequenceLayout;
-use burn_upipe::upipe::{AttentionScheme, Schedule};
+use burn_upipe::upipe::{AttentionScheme, Schedule as StageSchedule};
 use llama::{LlamaConfig, LlamaError, ParallelConfig};
 
-use crate::cli::{Args, Scheme, Switch, Tile};
-use crate::data::Text;
+use crate::cli::Args;
+use crate::corpus::Corpus;
+use crate::documents::Documents;
 use crate::error::{Error, Result};
+use crate::files;
+use crate::order::Order;
 use crate::out;
+use crate::schedule::LearningRate;
+use crate::tokens::{BYTES, Tokens};
+use crate::values::{Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom};
 
-/// Token ids of a byte-level vocabulary.
-const BYTES: usize = 256;
+/// Where neither --steps nor --epochs says.
+pub(crate) const STEPS: usize = 40;
+/// Where --seq-len does not say.
+pub(crate) const SEQ_LEN: usize = 4096;
+/// A run of more steps is a slip of the keyboard: at a millisecond each it takes a day.
+const MAX_STEPS: usize = 100_000_000;
 
 /// Where the weights come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,37 +44,53 @@ pub enum OutFolder {
     Given(PathBuf),
     /// A new, numbered folder under this one.
     NewUnder(PathBuf),
+    /// Nowhere: an evaluation is said, not written.
+    Nowhere,
 }
 
-/// A run, ready to start.
+/// A run, ready to start. A clone shares the text.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Where the weights come from.
     pub model: ModelSource,
     /// The model's shape.
     pub config: LlamaConfig,
+    /// How text becomes token ids.
+    pub tokens: Arc<Tokens>,
     /// What is trained on.
-    pub text: Text,
-    /// Tokens of a sequence, and of a step.
+    pub corpus: Arc<Corpus>,
+    /// How documents share a sequence; never [`Packing::Auto`].
+    pub packing: Packing,
+    /// Tokens of a sequence, S.
     pub seq_len: usize,
-    /// Ranks that share it.
+    /// Sequences side by side, B.
+    pub batch: usize,
+    /// Micro-batches of a step.
+    pub accumulate: usize,
+    /// Which sequences each step takes.
+    pub order: Order,
+    /// Ranks that share each sequence, P.
     pub ranks: usize,
     /// Which tokens each rank holds.
     pub layout: SequenceLayout,
     /// Which heads each rank holds at each stage, under U-Pipe.
-    pub schedule: Option<Schedule>,
+    pub schedule: Option<StageSchedule>,
     /// The techniques in use.
     pub parallel: ParallelConfig,
     /// Optimizer steps.
     pub steps: usize,
-    /// Learning rate.
-    pub lr: f64,
+    /// Learning rate of each step.
+    pub rate: LearningRate,
     /// Weight decay.
     pub weight_decay: f64,
     /// The largest norm of all gradients.
     pub clip: Option<f64>,
-    /// Seed of the weights.
+    /// The type of the computation.
+    pub precision: Precision,
+    /// Seed of the weights and of the order.
     pub seed: u64,
+    /// Only the loss, without training.
+    pub eval: bool,
     /// Where results go.
     pub out: OutFolder,
     /// What was typed, for the reasons.
@@ -76,16 +102,26 @@ impl Plan {
     ///
     /// # Errors
     ///
-    /// What is wrong with the arguments, all with [`Error::exit_code`] 2.
+    /// What is wrong with the arguments, the text or the model's folder, all with [`Error::exit_code`] 2.
     pub fn new(args: &Args) -> Result<Self> {
         let ranks = ranks(args)?;
-        let (model, config) = model(args)?;
-        let text = match &args.data[..] {
-            [] => Text::own_source(args.seq_len)?,
-            paths => Text::read(paths, args.seq_len)?,
+        let out = match &args.out {
+            Some(path) => {
+                out::check(path)?;
+                OutFolder::Given(path.clone())
+            }
+            None if args.eval => OutFolder::Nowhere,
+            None => OutFolder::NewUnder("runs".into()),
         };
-        let layout = SequenceLayout::contiguous(args.seq_len, ranks).map_err(core)?;
+        let (model, mut config) = model(args)?;
         let schedule = schedule(args, &config, ranks)?;
+        let tokens = tokens(args, &config)?;
+        let (corpus, packing) = corpus(args, &config, &tokens)?;
+        let seq_len = corpus.seq_len;
+        if model == ModelSource::Scratch {
+            config.max_position_embeddings = seq_len;
+        }
+        let layout = SequenceLayout::contiguous(seq_len, ranks).map_err(core)?;
         let local = layout.local_len(0);
         let largest = ParallelConfig::all();
         let parallel = ParallelConfig {
@@ -99,30 +135,38 @@ impl Plan {
             norm_tile: tile(args.norm_tile, local, largest.norm_tile),
             loss_tile: tile(args.loss_tile, local, largest.loss_tile),
         };
-        let out = match &args.out {
-            Some(path) => {
-                out::check(path)?;
-                OutFolder::Given(path.clone())
-            }
-            None => OutFolder::NewUnder("runs".into()),
-        };
+        let order = order(args, corpus.sequences())?;
+        let steps = steps(args, &order)?;
+        let rate = rate(args, steps)?;
         Ok(Self {
             model,
             config,
-            text,
-            seq_len: args.seq_len,
+            tokens: Arc::new(tokens),
+            corpus: Arc::new(corpus),
+            packing,
+            seq_len,
+            batch: args.batch,
+            accumulate: args.accumulate,
+            order,
             ranks,
             layout,
             schedule,
             parallel,
-            steps: args.steps,
-            lr: args.lr,
+            steps,
+            rate,
             weight_decay: args.weight_decay,
             clip: args.clip.0,
+            precision: args.dtype,
             seed: args.seed,
+            eval: args.eval,
             out,
             args: args.clone(),
         })
+    }
+
+    /// What was typed.
+    pub fn args(&self) -> &Args {
+        &self.args
     }
 
     /// Parameters of the model.
@@ -148,18 +192,96 @@ fn ranks(args: &Args) -> Result<usize> {
 
 fn model(args: &Args) -> Result<(ModelSource, LlamaConfig)> {
     let Some(folder) = &args.model else {
-        let config =
-            LlamaConfig { max_position_embeddings: args.seq_len, ..LlamaConfig::new(BYTES, 128, 352, 4, 8, 2) };
-        return Ok((ModelSource::Scratch, config));
+        return Ok((ModelSource::Scratch, LlamaConfig::new(BYTES, 128, 352, 4, 8, 2)));
     };
     let config = LlamaConfig::read(&folder.join("config.json")).map_err(Error::Model)?;
-    if config.vocab_size < BYTES {
-        return Err(Error::NotByteLevel { folder: folder.clone(), vocab_size: config.vocab_size });
-    }
     Ok((ModelSource::Folder(folder.clone()), config))
 }
 
-fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<Schedule>> {
+fn tokens(args: &Args, config: &LlamaConfig) -> Result<Tokens> {
+    match (args.tokens, &args.model) {
+        (TokensFrom::Auto, Some(folder)) => Tokens::from_folder(folder),
+        (TokensFrom::Bytes, Some(folder)) if config.vocab_size < BYTES => {
+            Err(Error::NotByteLevel { folder: folder.clone(), vocab_size: config.vocab_size })
+        }
+        _ => Ok(Tokens::Bytes),
+    }
+}
+
+fn corpus(args: &Args, config: &LlamaConfig, tokens: &Tokens) -> Result<(Corpus, Packing)> {
+    let files = match &args.data[..] {
+        [] => files::own_source()?,
+        paths => files::find(paths)?,
+    };
+    let documents = Documents::read(&files, tokens)?;
+    let vocabulary = config.vocab_size;
+    if let Some(id) = documents.tokens.iter().find(|id| **id as usize >= vocabulary) {
+        return Err(Error::input(
+            format!("token id {id} of the text in a vocabulary of {vocabulary}"),
+            "put the tokenizer.json that belongs to the model into its folder",
+        ));
+    }
+    let ended = tokens.end().is_some() || documents.records + documents.chats > 0;
+    let packing = match args.packing {
+        Packing::Auto if ended => Packing::Documents,
+        Packing::Auto => Packing::Stream,
+        asked => asked,
+    };
+    let seq_len = args.seq_len.or((!args.eval).then_some(SEQ_LEN));
+    let corpus = Corpus::new(files, documents, packing == Packing::Documents, seq_len, args.sequences)?;
+    Ok((corpus, packing))
+}
+
+fn order(args: &Args, sequences: usize) -> Result<Order> {
+    let per_step = args.batch.checked_mul(args.accumulate).filter(|per_step| *per_step <= sequences);
+    let per_step = match per_step {
+        Some(per_step) => per_step,
+        // An evaluation has no steps; its last batch is smaller.
+        None if args.eval => sequences,
+        None => {
+            return Err(Error::input(
+                format!("--batch {} x --accumulate {} of {sequences} sequences", args.batch, args.accumulate),
+                format!("use at most {sequences} sequences a step, a smaller --seq-len, or more text"),
+            ));
+        }
+    };
+    Ok(Order { kind: args.data_order, seed: args.seed, sequences, per_step })
+}
+
+fn steps(args: &Args, order: &Order) -> Result<usize> {
+    let remedy = format!("use at most {MAX_STEPS} steps");
+    match (args.steps, args.epochs) {
+        (Some(_), Some(_)) => Err(Error::input("--steps and --epochs together", "leave one of them out")),
+        (None, None) => Ok(STEPS),
+        (Some(steps), None) if steps <= MAX_STEPS => Ok(steps),
+        (Some(steps), None) => Err(Error::input(format!("--steps {steps}"), remedy)),
+        (None, Some(epochs)) => epochs
+            .checked_mul(order.steps_per_epoch())
+            .filter(|steps| *steps <= MAX_STEPS)
+            .ok_or_else(|| Error::input(format!("--epochs {epochs} of {} steps", order.steps_per_epoch()), remedy)),
+    }
+}
+
+fn rate(args: &Args, steps: usize) -> Result<LearningRate> {
+    if args.warmup > steps && !args.eval {
+        return Err(Error::input(
+            format!("--warmup {} in {steps} steps", args.warmup),
+            format!("use at most {steps}, or more --steps"),
+        ));
+    }
+    if args.min_lr > args.lr {
+        return Err(Error::input(
+            format!("--min-lr {} above --lr {}", args.min_lr, args.lr),
+            "the cosine falls: lower --min-lr",
+        ));
+    }
+    if args.min_lr > 0.0 && args.schedule == Schedule::Constant {
+        return Err(Error::input("--min-lr without --schedule cosine", "leave one of them out"));
+    }
+    Ok(LearningRate { kind: args.schedule, peak: args.lr, min: args.min_lr, warmup: args.warmup, steps })
+}
+
+fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<StageSchedule>> {
     let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
     match (args.attention, args.heads_per_stage) {
         (Scheme::Upipe, Some(per_stage)) if per_stage > heads => Err(Error::input(
@@ -167,8 +289,8 @@ fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<Sc
             format!("use 1 to {heads}"),
         )),
         (Scheme::Upipe, per_stage) => {
-            let per_stage = per_stage.unwrap_or_else(|| Schedule::default_per_stage(heads, ranks));
-            Schedule::new(heads, kv_heads, ranks, per_stage).map(Some).map_err(core)
+            let per_stage = per_stage.unwrap_or_else(|| StageSchedule::default_per_stage(heads, ranks));
+            StageSchedule::new(heads, kv_heads, ranks, per_stage).map(Some).map_err(core)
         }
         (_, None) => Ok(None),
         (_, Some(_)) => Err(Error::input("--heads-per-stage without --attention upipe", "leave one of them out")),
@@ -188,185 +310,17 @@ fn core(error: burn_context_parallel::Error) -> Error {
     Error::Model(LlamaError::Core(error))
 }
 
-impl fmt::Display for Plan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut line = |name: &str, text: String| writeln!(f, "{name:<13}{text}");
-        let c = &self.config;
-        let local = self.layout.local_len(0);
-
-        line(
-            "model",
-            match &self.model {
-                ModelSource::Scratch => {
-                    format!("from scratch, drawn once from seed {} and copied to every rank", self.seed)
-                }
-                ModelSource::Folder(folder) => format!("{}, copied to every rank", folder.display()),
-            },
-        )?;
-        line(
-            "",
-            format!(
-                "V {}, E {}, F {}, {} layers, {}/{} heads of {}: {} parameters",
-                c.vocab_size,
-                c.hidden_size,
-                c.intermediate_size,
-                c.num_hidden_layers,
-                c.num_attention_heads,
-                c.num_key_value_heads,
-                c.head_dim,
-                self.parameters()
-            ),
-        )?;
-        if self.seq_len > c.max_position_embeddings {
-            line(
-                "",
-                format!(
-                    "trained on at most {} tokens before: a sequence of {} has positions that are new to it",
-                    c.max_position_embeddings, self.seq_len
-                ),
-            )?;
-        }
-        line(
-            "text",
-            format!(
-                "{} files, {} bytes{}",
-                self.text.files.len(),
-                self.text.bytes(),
-                if self.args.data.is_empty() { ", this repository's own source (no --data)" } else { "" }
-            ),
-        )?;
-        line(
-            "tokens",
-            match c.vocab_size {
-                BYTES => "bytes".to_owned(),
-                more => format!("bytes, as the first 256 of {more} ids: the model's own tokenizer is not used"),
-            },
-        )?;
-        let sequences = self.text.sequences();
-        line(
-            "",
-            format!(
-                "{sequences} sequences of {}, {} bytes at the end left over; {:.2} times through them",
-                self.seq_len,
-                self.text.bytes() - sequences * self.seq_len,
-                self.steps as f64 / sequences as f64
-            ),
-        )?;
-        line(
-            "steps",
-            format!(
-                "{} of {} tokens and {} targets (the last token has none)",
-                self.steps,
-                self.seq_len,
-                self.seq_len - 1
-            ),
-        )?;
-        line(
-            "ranks",
-            match (self.args.attention, self.args.ranks) {
-                (Scheme::Single, _) => "1, attention is single".to_owned(),
-                (_, None) => format!("{}, the default; threads of this process", self.ranks),
-                (_, Some(_)) => format!("{}, as asked; threads of this process", self.ranks),
-            },
-        )?;
-        line(
-            "shards",
-            format!(
-                "{} tokens a rank, {} / {} rounded up; {} padding",
-                local,
-                self.seq_len,
-                self.ranks,
-                self.layout.padded_len() - self.seq_len
-            ),
-        )?;
-        line("attention", self.attention())?;
-        line(
-            "checkpoint",
-            match self.parallel.checkpoint {
-                true => "on: a block keeps its input only, and runs again in the backward pass".to_owned(),
-                false => "off: a block keeps all its intermediates".to_owned(),
-            },
-        )?;
-        for (name, asked, tile) in [
-            ("mlp tile", self.args.mlp_tile, self.parallel.mlp_tile),
-            ("norm tile", self.args.norm_tile, self.parallel.norm_tile),
-            ("loss tile", self.args.loss_tile, self.parallel.loss_tile),
-        ] {
-            line(
-                name,
-                match tile {
-                    None => format!("off: {local} tokens at once"),
-                    Some(tile) => format!(
-                        "{tile} tokens, {} a shard{}",
-                        local.div_ceil(tile),
-                        if asked == Tile::Auto { "; auto takes a quarter of it, up to a limit" } else { "" }
-                    ),
-                },
-            )?;
-        }
-        line(
-            "optimizer",
-            format!("AdamW, lr {}, betas 0.9 and 0.999, eps 1e-8, weight decay {}", self.lr, self.weight_decay),
-        )?;
-        line(
-            "clip",
-            match self.clip {
-                Some(norm) => format!("{norm}, the norm of all gradients together, summed over ranks"),
-                None => "none".to_owned(),
-            },
-        )?;
-        line("peak", "heap bytes of this process: the sum over all its ranks".to_owned())?;
-        line(
-            "out",
-            match &self.out {
-                OutFolder::Given(path) => path.display().to_string(),
-                OutFolder::NewUnder(parent) => format!("a new folder under {}", parent.display()),
-            },
-        )
-    }
-}
-
-impl Plan {
-    fn attention(&self) -> String {
-        let heads = self.config.num_attention_heads;
-        let idle = match self.ranks.saturating_sub(heads) {
-            0 => String::new(),
-            idle => format!("; {idle} ranks attend with no head: use at most {heads} ranks to keep all busy"),
-        };
-        match &self.schedule {
-            None if self.ranks == 1 => format!("{:?}: all {heads} heads at once, no exchange", self.args.attention),
-            None => format!("{:?}: all {heads} heads at once, exchanged between ranks{idle}", self.args.attention),
-            Some(schedule) => {
-                let per_stage = schedule.per_stage();
-                let why = match self.args.heads_per_stage {
-                    Some(_) => "as asked",
-                    None => "one a rank",
-                };
-                let uneven = match per_stage % self.ranks {
-                    0 => "",
-                    _ => "; not a multiple of the ranks: they wait for each other",
-                };
-                format!(
-                    "Upipe: {per_stage} of {heads} query heads a stage ({why}), {} stages{uneven}{idle}",
-                    schedule.stages().len()
-                )
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use burn::module::Module;
     use burn::tensor::Device;
-    use clap::Parser;
     use llama::Llama;
     use rstest::rstest;
 
     use super::*;
 
     fn plan(args: &str) -> Result<Plan> {
-        Plan::new(&Args::parse_from(["finetune"].into_iter().chain(args.split_whitespace())))
+        Plan::new(&Args::read(["finetune"].into_iter().chain(args.split_whitespace()))?)
     }
 
     #[rstest]
@@ -413,7 +367,18 @@ mod tests {
     )]
     #[case("--attention ulysses", "Ulysses: all 8 heads at once, exchanged between ranks")]
     #[case("--attention single", "1, attention is single")]
-    #[case("--steps 2 --seq-len 100", "2 of 100 tokens and 99 targets")]
+    #[case("--steps 2 --seq-len 100", "2 of 100 tokens: batch 1 x accumulate 1 = 1 sequences")]
+    #[case("--seq-len 4096", "40, the default, of 4096 tokens")]
+    #[case("--seq-len 100 --sequences 5 --batch 2 --epochs 3", "9, 3 x 3, of 200 tokens")]
+    #[case("--seq-len 100 --sequences 5 --batch 2", "3 steps an epoch, the last one of 1 sequences")]
+    #[case("--seq-len 100 --sequences 5", "5 of 100 tokens, 495 targets")]
+    #[case("--seq-len 100 --batch 2 --accumulate 3", "600 tokens: batch 2 x accumulate 3 = 6 sequences")]
+    #[case("--packing documents", "documents (as asked): attention and targets stay within each")]
+    #[case("", "stream (nothing marks an end, auto)")]
+    #[case("--data-order shuffle --seed 5", "another one in each epoch, drawn from seed 5")]
+    #[case("--warmup 4 --schedule cosine", "from 0 in 4 steps, then 0.003 down to 0 by half a cosine over 36 steps")]
+    #[case("--ranks 2", "all together on each sequence")]
+    #[case("--seq-len 64 --sequences 3 --batch 2 --eval", "loss over all sequences, 2 at a time")]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]
     fn derived_values_are_shown_with_their_reason(#[case] args: &str, #[case] expected: &str) {
         let text = plan(args).unwrap().to_string();

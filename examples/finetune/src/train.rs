@@ -1,23 +1,21 @@
-//! The training loop: every rank runs it, each on its own part of the sequence.
+//! The training loop: every rank runs it, each on its own part of every sequence.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use burn::module::Module;
-use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::Device;
 use burn_context_parallel::collective::sum_gradients;
-use burn_context_parallel::group::{LaunchConfig, ProcessGroup, launch};
+use burn_context_parallel::group::ProcessGroup;
 use burn_upipe::profile::heap;
 use llama::{Llama, adamw, clip_grad_norm, load};
 
 use crate::error::{Error, Result};
 use crate::metrics::StepMetrics;
 use crate::plan::{ModelSource, Plan};
-
-/// A long sequence on few cores may well take minutes between two collectives; a rank that fails is noticed at once anyway.
-const TIMEOUT: Duration = Duration::from_secs(6 * 3600);
+use crate::ranks::{RankResult, micro_batches, number, on_ranks, sum};
 
 /// Why training stopped before its last step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -72,24 +70,18 @@ pub fn initial_model(plan: &Plan) -> Result<Llama> {
 ///
 /// # Memory
 ///
-/// A rank: weights, gradients and two moments; the first rank one more copy of the weights, the last good ones.
+/// A rank: weights, gradients and two moments; with several micro-batches a step one more copy of the gradients; the first
+/// rank one more copy of the weights, the last good ones.
 pub fn train(
     plan: &Plan,
     model: Llama,
     report: impl FnMut(StepMetrics) -> Result<()> + Send + 'static,
 ) -> Result<Trained> {
     let device = Device::flex().autodiff();
-    // Forked here, one by one: ranks may share memory, never the leaves of a graph.
-    let models: Vec<Llama> = (0..plan.ranks).map(|_| model.clone().fork(&device)).collect();
-    drop(model);
-    let shared = Arc::new((plan.clone(), Mutex::new(models), Mutex::new(report)));
-    let config = LaunchConfig::new(plan.ranks).with_timeout(TIMEOUT);
-    let ranks = launch(config, move |world| {
-        let (plan, models, report) = &*shared;
-        let model = models.lock().unwrap_or_else(PoisonError::into_inner).pop().expect("one a rank");
-        rank(plan, model, &world, &device, |step| (report.lock().unwrap_or_else(PoisonError::into_inner))(step))
-    })?;
-    Ok(ranks.into_iter().next().expect("at least one rank"))
+    let report = Mutex::new(report);
+    on_ranks(plan, model, &device.clone(), move |plan, model, world| {
+        rank(plan, model, world, &device, |step| (report.lock().unwrap_or_else(PoisonError::into_inner))(step))
+    })
 }
 
 /// One rank's training; on the first one with a result.
@@ -99,7 +91,7 @@ fn rank(
     world: &ProcessGroup,
     device: &Device,
     report: impl Fn(StepMetrics) -> Result<()>,
-) -> std::result::Result<Trained, Box<dyn std::error::Error + Send + Sync>> {
+) -> RankResult<Trained> {
     let first = world.rank() == 0;
     let mut optimizer = adamw(plan.weight_decay as f32);
     let mut good: Option<Llama> = None;
@@ -108,10 +100,8 @@ fn rank(
         if first {
             heap::reset_peak();
         }
-        let shard = plan.text.batch(step)?.shard(&plan.layout, world.rank(), device)?;
-        let loss = model.loss(&shard, world)?.mean;
-        let value = number(&loss);
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        let sequences = plan.order.step(step);
+        let (value, grads) = gradients(plan, &model, &sequences, world, device)?;
         let grads = sum_gradients(grads, &model, world)?;
         let (grads, grad_norm) = clip_grad_norm(grads, &model, plan.clip.unwrap_or(f64::INFINITY), world)?;
 
@@ -123,14 +113,15 @@ fn rank(
             let halt = Halt { step: step + 1, loss: value, grad_norm };
             return Ok(Trained { model: good, halt: Some(halt) });
         }
-        model = optimizer.step(plan.lr, model, grads);
+        let lr = plan.rate.at(step);
+        model = optimizer.step(lr, model, grads);
         if first {
             report(StepMetrics {
                 step: step + 1,
                 loss: value,
                 grad_norm,
-                lr: plan.lr,
-                tokens_per_s: plan.seq_len as f64 / started.elapsed().as_secs_f64(),
+                lr,
+                tokens_per_s: (sequences.len() * plan.seq_len) as f64 / started.elapsed().as_secs_f64(),
                 peak_bytes: heap::peak(),
             })?;
         }
@@ -138,6 +129,22 @@ fn rank(
     Ok(Trained { model: first.then(|| model.valid()), halt: None })
 }
 
-fn number(x: &Tensor<1>) -> f64 {
-    x.clone().inner().into_data().iter::<f64>().next().unwrap_or(f64::NAN)
+/// The loss of a step, one mean over the targets of all its micro-batches and ranks, and this rank's part of its gradients.
+fn gradients(
+    plan: &Plan,
+    model: &Llama,
+    sequences: &[usize],
+    world: &ProcessGroup,
+    device: &Device,
+) -> RankResult<(f64, GradientsParams)> {
+    let (batches, targets) = micro_batches(plan, sequences)?;
+    let mut accumulated = GradientsAccumulator::new();
+    let mut value = 0.0;
+    for batch in batches {
+        let shard = batch.shard(&plan.layout, world.rank(), device)?;
+        let share = model.loss_over(&shard, world, targets)?.share;
+        value += number(&share);
+        accumulated.accumulate(model, GradientsParams::from_grads(share.backward(), model));
+    }
+    Ok((sum(value, world)?, accumulated.grads()))
 }

@@ -1,12 +1,10 @@
 //! Ranks, schemes, tiles and checkpoints change memory and time only: losses and gradient norms are those of one device.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use burn::tensor::Device;
-use clap::Parser;
-use finetune::{Args, StepMetrics, run};
+use finetune::{Args, StepMetrics, Voice, run};
 use llama::{Llama, LlamaConfig, ParallelConfig};
 use rstest::rstest;
 
@@ -25,8 +23,9 @@ fn train(args: &str, out: &Path) -> Vec<StepMetrics> {
     let common =
         ["finetune", "--model", &path("model"), "--data", &path("text.rs"), "--out", &out.display().to_string()]
             .map(str::to_owned);
-    let args = Args::parse_from(common.into_iter().chain(args.split_whitespace().map(str::to_owned)));
-    run(&args, io::sink()).unwrap().steps
+    let bytes = ["--tokens", "bytes"].map(str::to_owned);
+    let args = common.into_iter().chain(bytes).chain(args.split_whitespace().map(str::to_owned));
+    run(&Args::read(args).unwrap(), &Voice::default()).unwrap().steps
 }
 
 const PLAIN: &str = "--attention single --checkpoint off --mlp-tile off --norm-tile off --loss-tile off";
@@ -46,6 +45,7 @@ static ONE_DEVICE: LazyLock<Vec<StepMetrics>> = LazyLock::new(|| {
 #[case("--attention ulysses --ranks 2")]
 #[case("--attention ulysses --ranks 3 --checkpoint off --mlp-tile off --norm-tile off --loss-tile off")]
 #[case("--attention ulysses --ranks 7 --norm-tile off")]
+#[case("--data-order file --epochs 1 --sequences 3")]
 fn losses_and_norms_are_those_of_one_device(#[case] args: &str) {
     let out = tempfile::tempdir().unwrap();
     let steps = train(&format!("{args} --seq-len 101 --steps 3 --lr 1e-3 --clip 1.0"), out.path());
@@ -74,8 +74,10 @@ fn saved_weights_go_on_where_training_ended() {
     let whole = train("--ranks 3 --seq-len 50 --steps 1 --lr 1e-2", &out.path().join("a"));
     let folder = out.path().join("a").join(again);
     let text = INPUT.path().join("text.rs");
-    let args = Args::parse_from([
+    let args = [
         "finetune",
+        "--tokens",
+        "bytes",
         "--attention",
         "single",
         "--seq-len",
@@ -88,8 +90,8 @@ fn saved_weights_go_on_where_training_ended() {
         &text.display().to_string(),
         "--out",
         &out.path().join("b").display().to_string(),
-    ]);
+    ];
     // The same first sequence, after one step on it.
-    let after = run(&args, io::sink()).unwrap().steps[0].loss;
+    let after = run(&Args::read(args).unwrap(), &Voice::default()).unwrap().steps[0].loss;
     assert!(after < whole[0].loss - 0.05, "{} {after}", whole[0].loss);
 }

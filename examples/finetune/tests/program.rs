@@ -1,12 +1,13 @@
 //! The program as it is called: exit status, first line of complaint, and what it writes.
 
+mod common;
+
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
 use burn::tensor::Device;
 use llama::{Llama, LlamaConfig, ParallelConfig, load};
-use rstest::rstest;
 
 fn finetune(folder: &Path, args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_finetune")).current_dir(folder).args(args.split_whitespace()).output().unwrap()
@@ -17,51 +18,6 @@ fn stderr(output: &Output) -> String {
 }
 
 const SMALL: &str = "--seq-len 64 --steps 2 --ranks 2";
-
-#[rstest]
-#[case("--data nowhere", "--data nowhere: ", "give text files")]
-#[case("--data empty", "--data empty: no text file in it", "name files")]
-#[case("--data short.txt", "5 bytes of text are less than a sequence of 64", "--seq-len 5 or less")]
-#[case("--model nowhere", "nowhere/config.json: ", "give a Hugging Face model folder")]
-#[case("--model tiny", "--model tiny: a vocabulary of 100 is not byte-level", "use a model with at least 256")]
-#[case("--model torn", "torn/model.safetensors: ", "download or save it again")]
-#[case("--out full", "--out full: the folder is not empty", "give a new or empty folder")]
-#[case("--out short.txt", "--out short.txt: a file, not a folder", "give a new or empty folder")]
-#[case("--out short.txt/below", "--out short.txt/below: ", "give a new or empty folder")]
-#[case("--attention single", "--attention single with --ranks 2", "leave --ranks out")]
-#[case("--attention ulysses --heads-per-stage 2", "--heads-per-stage without --attention upipe", "leave one")]
-#[case("--heads-per-stage 9", "--heads-per-stage 9 of 8 query heads", "use 1 to 8")]
-#[case("--clip 0", "invalid value '0' for '--clip", "give a number above 0, or none")]
-#[case("--lr inf", "invalid value 'inf' for '--lr", "give a number above 0")]
-#[case("--mlp-tile -2", "invalid value '-2' for '--mlp-tile", "from 1, auto or off")]
-#[case("--checkpoint maybe", "invalid value 'maybe' for '--checkpoint", "on, off")]
-fn a_request_that_cannot_be_served_ends_with_2_and_writes_nothing(
-    #[case] args: &str,
-    #[case] fault: &str,
-    #[case] remedy: &str,
-) {
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
-    for name in ["empty", "full"] {
-        fs::create_dir(path(name)).unwrap();
-    }
-    fs::write(path("short.txt"), "short").unwrap();
-    fs::write(path("full/file"), "").unwrap();
-    for (name, vocabulary) in [("tiny", 100), ("torn", 256)] {
-        let config = LlamaConfig::new(vocabulary, 8, 8, 1, 2, 1);
-        Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap().save(&path(name)).unwrap();
-    }
-    let weights = fs::read(path("torn/model.safetensors")).unwrap();
-    fs::write(path("torn/model.safetensors"), &weights[..weights.len() / 2]).unwrap();
-    let before = listing(folder.path());
-
-    let output = finetune(folder.path(), &format!("{SMALL} {args}"));
-    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
-    let stderr = stderr(&output);
-    let first = stderr.lines().next().unwrap();
-    assert!(first.starts_with("error: ") && first.contains(fault) && first.contains(remedy), "{first}");
-    assert_eq!(listing(folder.path()), before);
-}
 
 fn listing(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> =
@@ -80,7 +36,11 @@ fn every_run_has_its_own_folder_with_plan_metrics_and_weights() {
     assert_eq!(listing(&folder.path().join("runs")), ["0001", "0002"]);
     for run in ["runs/0001", "runs/0002"] {
         let run = folder.path().join(run);
-        assert_eq!(listing(&run), ["metrics.csv", "model", "plan.txt"]);
+        assert_eq!(listing(&run), ["config.toml", "loss.svg", "metrics.csv", "model", "plan.txt"]);
+        assert_eq!(
+            listing(&run.join("model")),
+            ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+        );
         assert!(fs::read_to_string(run.join("plan.txt")).unwrap().contains("32 tokens a rank"));
         let (model, _) = load(&run.join("model"), &ParallelConfig::none(), &Device::flex()).unwrap();
         assert_eq!(model.config().vocab_size, 256);
@@ -159,12 +119,73 @@ fn a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_good_weights() {
 }
 
 #[test]
+fn a_halt_keeps_good_weights_also_with_micro_batches() {
+    let folder = tempfile::tempdir().unwrap();
+    let output =
+        finetune(folder.path(), "--seq-len 64 --steps 9 --ranks 2 --accumulate 3 --lr 1e30 --clip none --out out");
+    assert_eq!(output.status.code(), Some(1));
+    let stderr = stderr(&output);
+    assert!(stderr.lines().next().unwrap().starts_with("error: step 2: loss NaN"), "{stderr}");
+    let output = finetune(folder.path(), "--seq-len 64 --eval --sequences 3 --model out/model");
+    let evaluation = String::from_utf8(output.stdout).unwrap();
+    let loss: f64 = evaluation.lines().last().unwrap().split_whitespace().nth(1).unwrap().parse().unwrap();
+    assert!((loss - losses(&folder.path().join("out/metrics.csv"))[0][0]).abs() < 1e-5, "{evaluation}");
+}
+
+/// What a run wrote about itself is the run: the same losses, from another folder, without a word typed again.
+#[test]
+fn the_written_configuration_gives_the_same_run() {
+    let folder = tempfile::tempdir().unwrap();
+    common::model(&folder.path().join("model"));
+    fs::write(folder.path().join("text.txt"), "a b c d e f g h i j k a c e g i k ".repeat(30)).unwrap();
+    let args = "--model model --data text.txt --seq-len 24 --batch 2 --accumulate 2 --epochs 2 --data-order shuffle --seed 3 --lr 1e-3 \
+        --schedule cosine --warmup 1 --min-lr 1e-5 --weight-decay 0.1 --clip 0.5 --ranks 2 --heads-per-stage 1 \
+        --mlp-tile 5 --norm-tile off --checkpoint off --sequences 10";
+    let output = finetune(folder.path(), &format!("{args} --out a"));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    fs::create_dir(folder.path().join("elsewhere")).unwrap();
+    let output = finetune(&folder.path().join("elsewhere"), "--config ../a/config.toml --out b");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let (a, b) = (folder.path().join("a"), folder.path().join("elsewhere/b"));
+    assert_eq!(losses(&a.join("metrics.csv")), losses(&b.join("metrics.csv")));
+    assert_eq!(losses(&a.join("metrics.csv")).len(), 6);
+    let config = |out: &Path| fs::read_to_string(out.join("config.toml")).unwrap();
+    assert_eq!(config(&a), config(&b));
+    // What is typed wins.
+    let output = finetune(folder.path(), "--config a/config.toml --steps 1 --seq-len 8 --out c");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(losses(&folder.path().join("c/metrics.csv")).len(), 1);
+}
+
+#[test]
+fn a_model_folder_stays_whole_and_an_answers_loss_is_of_its_words_and_end() {
+    let folder = tempfile::tempdir().unwrap();
+    common::model(&folder.path().join("model"));
+    let chat = |answer: &str| {
+        format!(
+            "{{\"messages\": [{{\"role\": \"user\", \"content\": \"a b\"}}, {{\"role\": \"assistant\", \"content\": \"{answer}\"}}]}}\n"
+        )
+    };
+    fs::write(folder.path().join("chat.jsonl"), chat("c d e") + &chat("f")).unwrap();
+    let output = finetune(folder.path(), "--model model --data chat.jsonl --eval --ranks 3");
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    // Three words and an end, one word and an end.
+    assert!(stdout.lines().last().unwrap().ends_with("valid tokens 6"), "{stdout}");
+
+    let output = finetune(folder.path(), "--model model --data chat.jsonl --seq-len 8 --steps 1 --ranks 2 --out out");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        let read = |name: &str| fs::read(folder.path().join(name).join(file)).unwrap();
+        assert_eq!(read("model"), read("out/model"));
+    }
+    let output = finetune(folder.path(), "--model out/model --data chat.jsonl --eval --out eval");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(listing(&folder.path().join("eval")), ["config.toml", "eval.json", "plan.txt"]);
+}
+
+#[test]
 fn help_says_what_is_not_built() {
     let output = finetune(Path::new("."), "--help");
     assert_eq!(output.status.code(), Some(0));
-    assert!(
-        String::from_utf8(output.stdout)
-            .unwrap()
-            .contains("Tokenizers (tokenizer.json), JSONL, schedules and resuming come later")
-    );
+    assert!(String::from_utf8(output.stdout).unwrap().contains("Resuming is not built"));
 }

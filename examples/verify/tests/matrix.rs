@@ -9,7 +9,7 @@ fn reference() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference")
 }
 
-/// A folder with the cases that have at least `heads` query heads and no option that is not built.
+/// A folder with the cases that have at least `heads` query heads.
 fn cases(heads: usize) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let attention = [
@@ -21,6 +21,9 @@ fn cases(heads: usize) -> tempfile::TempDir {
         ("causal_block_all_masked_rows", 2),
         ("scaled", 2),
         ("large_scores", 2),
+        ("window", 4),
+        ("documents", 4),
+        ("softcap", 2),
     ];
     for (name, _) in attention.iter().filter(|(_, has)| *has >= heads) {
         let file = format!("{name}.safetensors");

@@ -1,0 +1,60 @@
+//! The loss without training.
+
+use std::fmt;
+
+use burn::module::Module;
+use burn::tensor::Device;
+use llama::Llama;
+use serde::Serialize;
+
+use crate::error::Result;
+use crate::plan::Plan;
+use crate::ranks::{micro_batches, number, on_ranks, sum};
+
+/// What a model makes of a text.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Evaluation {
+    /// Mean loss over all targets of all sequences, in nats.
+    pub loss: f64,
+    /// exp(loss).
+    pub perplexity: f64,
+    /// How many targets that are.
+    pub valid_tokens: usize,
+}
+
+impl fmt::Display for Evaluation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "loss {:.6}  perplexity {:.4}  valid tokens {}", self.loss, self.perplexity, self.valid_tokens)
+    }
+}
+
+/// The loss over all of the plan's sequences, over its ranks. `report` is called by the first rank with the number of sequences done.
+///
+/// # Errors
+///
+/// [`Error::Launch`](crate::Error::Launch) with the error of the rank where it began.
+///
+/// # Memory
+///
+/// A rank: the weights, and one block's intermediates for B sequences; nothing is kept for a backward pass.
+pub fn evaluate(plan: &Plan, model: Llama, report: impl Fn(usize) + Send + Sync + 'static) -> Result<Evaluation> {
+    let device = Device::flex();
+    on_ranks(plan, model.valid(), &device.clone(), move |plan, model, world| {
+        let targets = plan.corpus.targets();
+        let all: Vec<usize> = (0..plan.corpus.sequences()).collect();
+        let mut loss = 0.0;
+        for (done, sequences) in all.chunks(plan.batch).enumerate() {
+            for batch in micro_batches(plan, sequences)?.0 {
+                let shard = batch.shard(&plan.layout, world.rank(), &device)?;
+                // Each share in f32 over its own targets, their sum in f64.
+                let own = batch.valid();
+                loss += number(&model.loss_over(&shard, world, own)?.share) * (own as f64 / targets as f64);
+            }
+            if world.rank() == 0 {
+                report((done + 1) * plan.batch);
+            }
+        }
+        let loss = sum(loss, world)?;
+        Ok(Evaluation { loss, perplexity: loss.exp(), valid_tokens: targets })
+    })
+}

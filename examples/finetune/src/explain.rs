@@ -1,0 +1,267 @@
+//! A plan for people: each value with its reason.
+
+use std::fmt;
+
+use crate::corpus::Corpus;
+use crate::plan::{ModelSource, OutFolder, Plan, STEPS};
+use crate::values::{DataOrder, Packing, Precision, Schedule, Scheme, Tile};
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut line = |name: &str, text: String| writeln!(f, "{name:<13}{text}");
+        let c = &self.config;
+        let local = self.layout.local_len(0);
+
+        line(
+            "model",
+            match &self.model {
+                ModelSource::Scratch => {
+                    format!("from scratch, drawn once from seed {} and copied to every rank", self.seed)
+                }
+                ModelSource::Folder(folder) => format!("{}, copied to every rank", folder.display()),
+            },
+        )?;
+        line(
+            "",
+            format!(
+                "V {}, E {}, F {}, {} layers, {}/{} heads of {}: {} parameters",
+                c.vocab_size,
+                c.hidden_size,
+                c.intermediate_size,
+                c.num_hidden_layers,
+                c.num_attention_heads,
+                c.num_key_value_heads,
+                c.head_dim,
+                self.parameters()
+            ),
+        )?;
+        if self.seq_len > c.max_position_embeddings {
+            line(
+                "",
+                format!(
+                    "trained on at most {} tokens before: a sequence of {} has positions that are new to it",
+                    c.max_position_embeddings, self.seq_len
+                ),
+            )?;
+        }
+        line("text", self.text())?;
+        line("tokens", self.tokens.describe())?;
+        line("packing", self.packing())?;
+        line("sequences", self.sequences())?;
+        match self.eval {
+            true => line("eval", self.evaluation())?,
+            false => {
+                line("order", self.order())?;
+                line("steps", self.steps())?;
+            }
+        }
+        line(
+            "ranks",
+            match (self.args().attention, self.args().ranks) {
+                (Scheme::Single, _) => "1, attention is single".to_owned(),
+                (_, None) => format!("{}, the default{}", self.ranks, RANKS),
+                (_, Some(_)) => format!("{}, as asked{}", self.ranks, RANKS),
+            },
+        )?;
+        line(
+            "shards",
+            format!(
+                "{} tokens a rank, {} / {} rounded up; {} padding",
+                local,
+                self.seq_len,
+                self.ranks,
+                self.layout.padded_len() - self.seq_len
+            ),
+        )?;
+        line("attention", self.attention())?;
+        line(
+            "checkpoint",
+            match self.parallel.checkpoint {
+                true => "on: a block keeps its input only, and runs again in the backward pass".to_owned(),
+                false => "off: a block keeps all its intermediates".to_owned(),
+            },
+        )?;
+        for (name, asked, tile) in [
+            ("mlp tile", self.args().mlp_tile, self.parallel.mlp_tile),
+            ("norm tile", self.args().norm_tile, self.parallel.norm_tile),
+            ("loss tile", self.args().loss_tile, self.parallel.loss_tile),
+        ] {
+            line(
+                name,
+                match tile {
+                    None => format!("off: {local} tokens at once"),
+                    Some(tile) => format!(
+                        "{tile} tokens, {} a shard{}",
+                        local.div_ceil(tile),
+                        if asked == Tile::Auto { "; auto takes a quarter of it, up to a limit" } else { "" }
+                    ),
+                },
+            )?;
+        }
+        line("compute", self.compute())?;
+        if !self.eval {
+            line("rate", self.learning_rate())?;
+            line("optimizer", format!("AdamW, betas 0.9 and 0.999, eps 1e-8, weight decay {}", self.weight_decay))?;
+            line(
+                "clip",
+                match self.clip {
+                    Some(norm) => format!("{norm}, the norm of all gradients together, summed over ranks"),
+                    None => "none".to_owned(),
+                },
+            )?;
+        }
+        line("peak", "heap bytes of this process: the sum over all its ranks".to_owned())?;
+        line(
+            "out",
+            match &self.out {
+                OutFolder::Given(path) => path.display().to_string(),
+                OutFolder::NewUnder(parent) => format!("a new folder under {}", parent.display()),
+                OutFolder::Nowhere => "nothing is written (no --out)".to_owned(),
+            },
+        )
+    }
+}
+
+/// How ranks and sequences relate: what people ask first.
+const RANKS: &str =
+    "; threads of this process, all together on each sequence: more ranks, shorter shards, the same batch";
+
+impl Plan {
+    fn text(&self) -> String {
+        let documents = &self.corpus.documents;
+        let mut kinds = Vec::new();
+        for (count, kind) in
+            [(documents.texts, "text files"), (documents.records, "JSONL texts"), (documents.chats, "conversations")]
+        {
+            if count > 0 {
+                kinds.push(format!("{count} {kind}"));
+            }
+        }
+        if documents.empty > 0 {
+            kinds.push(format!("{} empty, left out", documents.empty));
+        }
+        format!(
+            "{} files: {}; {} tokens{}",
+            self.corpus.files.len(),
+            kinds.join(", "),
+            documents.tokens.len(),
+            if self.args().data.is_empty() { "; this repository's own source (no --data)" } else { "" }
+        )
+    }
+
+    fn packing(&self) -> String {
+        let why = match self.args().packing {
+            Packing::Auto if self.corpus.separate => "there are marked ends, auto",
+            Packing::Auto => "nothing marks an end, auto",
+            _ => "as asked",
+        };
+        match self.corpus.separate {
+            true => format!("documents ({why}): attention and targets stay within each, positions restart"),
+            false => format!("stream ({why}): attention and positions run across documents"),
+        }
+    }
+
+    fn sequences(&self) -> String {
+        let Corpus { seq_len, idle, .. } = &*self.corpus;
+        let used = self.corpus.sequences();
+        let all = self.corpus.documents.tokens.len() / seq_len;
+        let mut text = match all - idle - used {
+            0 => format!("{used}"),
+            _ => format!("the first {used} of {all}"),
+        };
+        text += &format!(
+            " of {seq_len} tokens{}, {} targets (the first token of a {} is none)",
+            if self.args().seq_len.is_none() && self.eval { ", the whole text" } else { "" },
+            self.corpus.targets(),
+            if self.corpus.separate { "document" } else { "sequence" },
+        );
+        if *idle > 0 {
+            text += &format!("; {idle} more without any target are left out");
+        }
+        text + &format!("; {} tokens at the end left over", self.corpus.left_over())
+    }
+
+    fn order(&self) -> String {
+        match self.order.kind {
+            DataOrder::File => "that of the files, in every epoch".to_owned(),
+            DataOrder::Shuffle => format!("another one in each epoch, drawn from seed {}", self.seed),
+        }
+    }
+
+    fn steps(&self) -> String {
+        let (per_step, per_epoch) = (self.order.per_step, self.order.steps_per_epoch());
+        let why = match (self.args().steps, self.args().epochs) {
+            (None, None) => format!("{STEPS}, the default,"),
+            (_, Some(epochs)) => format!("{}, {epochs} x {per_epoch},", self.steps),
+            _ => self.steps.to_string(),
+        };
+        let last = match self.order.sequences % per_step {
+            0 => String::new(),
+            left => format!(", the last one of {left} sequences"),
+        };
+        format!(
+            "{why} of {} tokens: batch {} x accumulate {} = {per_step} sequences; {per_epoch} steps an epoch{last}; {:.2} epochs",
+            per_step * self.seq_len,
+            self.batch,
+            self.accumulate,
+            self.steps as f64 / per_epoch as f64
+        )
+    }
+
+    fn evaluation(&self) -> String {
+        format!("no training: loss over all sequences, {} at a time", self.batch.min(self.corpus.sequences()))
+    }
+
+    fn compute(&self) -> String {
+        match self.precision {
+            Precision::F32 => "f32".to_owned(),
+            Precision::Bf16 => "bf16; weights, gradients and optimizer in f32".to_owned(),
+        }
+    }
+
+    fn learning_rate(&self) -> String {
+        let rate = &self.rate;
+        let warmup = match rate.warmup {
+            0 => String::new(),
+            warmup => format!("from 0 in {warmup} steps, then "),
+        };
+        match rate.kind {
+            Schedule::Constant => format!("{warmup}{}", rate.peak),
+            Schedule::Cosine => {
+                format!(
+                    "{warmup}{} down to {} by half a cosine over {} steps",
+                    rate.peak,
+                    rate.min,
+                    rate.steps - rate.warmup
+                )
+            }
+        }
+    }
+
+    fn attention(&self) -> String {
+        let heads = self.config.num_attention_heads;
+        let idle = match self.ranks.saturating_sub(heads) {
+            0 => String::new(),
+            idle => format!("; {idle} ranks attend with no head: use at most {heads} ranks to keep all busy"),
+        };
+        match &self.schedule {
+            None if self.ranks == 1 => format!("{:?}: all {heads} heads at once, no exchange", self.args().attention),
+            None => format!("{:?}: all {heads} heads at once, exchanged between ranks{idle}", self.args().attention),
+            Some(schedule) => {
+                let per_stage = schedule.per_stage();
+                let why = match self.args().heads_per_stage {
+                    Some(_) => "as asked",
+                    None => "one a rank",
+                };
+                let uneven = match per_stage % self.ranks {
+                    0 => "",
+                    _ => "; not a multiple of the ranks: they wait for each other",
+                };
+                format!(
+                    "Upipe: {per_stage} of {heads} query heads a stage ({why}), {} stages{uneven}{idle}",
+                    schedule.stages().len()
+                )
+            }
+        }
+    }
+}

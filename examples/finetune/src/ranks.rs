@@ -1,0 +1,61 @@
+//! Over ranks: what training and evaluation have in common.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use burn::module::Module;
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_context_parallel::Result as CoreResult;
+use burn_context_parallel::group::{LaunchConfig, ProcessGroup, ReduceOp, launch};
+use burn_context_parallel::sequence::Batch;
+use llama::Llama;
+
+use crate::error::Result;
+use crate::plan::Plan;
+
+/// What a rank may end with.
+pub(crate) type RankResult<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// A long sequence on few cores may well take minutes between two collectives; a rank that fails is noticed at once anyway.
+const TIMEOUT: Duration = Duration::from_secs(6 * 3600);
+
+/// Runs `rank` on every rank with a model of its own on `device`, and gives what the first one gives.
+pub(crate) fn on_ranks<T: Send + 'static>(
+    plan: &Plan,
+    model: Llama,
+    device: &Device,
+    rank: impl Fn(&Plan, Llama, &ProcessGroup) -> RankResult<T> + Send + Sync + 'static,
+) -> Result<T> {
+    // Forked here, one by one: ranks may share memory, never the leaves of a graph.
+    let models: Vec<Llama> = (0..plan.ranks).map(|_| model.clone().fork(device)).collect();
+    drop(model);
+    let shared = Arc::new((plan.clone(), Mutex::new(models)));
+    let config = LaunchConfig::new(plan.ranks).with_timeout(TIMEOUT);
+    let results = launch(config, move |world| {
+        let (plan, models) = &*shared;
+        let model = models.lock().unwrap_or_else(PoisonError::into_inner).pop().expect("one a rank");
+        rank(plan, model, &world)
+    })?;
+    Ok(results.into_iter().next().expect("at least one rank"))
+}
+
+/// Sequences as micro-batches of at most B rows, and how many targets they have together.
+pub(crate) fn micro_batches(plan: &Plan, sequences: &[usize]) -> CoreResult<(Vec<Batch>, usize)> {
+    let batches = sequences.chunks(plan.batch).map(|rows| plan.corpus.batch(rows)).collect::<CoreResult<Vec<_>>>()?;
+    let targets = batches.iter().map(Batch::valid).sum();
+    Ok((batches, targets))
+}
+
+/// The sum of a number over ranks, the same bits on each.
+pub(crate) fn sum(value: f64, world: &ProcessGroup) -> CoreResult<f64> {
+    if world.size() == 1 {
+        return Ok(value);
+    }
+    let sum = world.all_reduce(TensorData::from([value]), ReduceOp::Sum)?;
+    Ok(sum.iter::<f64>().next().unwrap_or(f64::NAN))
+}
+
+/// The value of a tensor of one element.
+pub(crate) fn number(x: &Tensor<1>) -> f64 {
+    x.clone().inner().into_data().iter::<f64>().next().unwrap_or(f64::NAN)
+}

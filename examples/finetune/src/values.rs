@@ -1,0 +1,182 @@
+//! The types of the arguments: what a word or a number on the command line (or in a configuration file) may be.
+
+use std::fmt;
+use std::str::FromStr;
+
+use clap::ValueEnum;
+
+/// How attention runs.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scheme {
+    /// The whole sequence on one rank.
+    Single,
+    /// Over ranks, all heads at once.
+    Ulysses,
+    /// Over ranks, some heads at a time.
+    Upipe,
+}
+
+/// On or off.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Switch {
+    /// On.
+    On,
+    /// Off.
+    Off,
+}
+
+/// How text becomes token ids.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokensFrom {
+    /// The model folder's tokenizer.json; bytes for a model from scratch.
+    Auto,
+    /// Each byte is a token: ids 0 to 255.
+    Bytes,
+}
+
+/// How documents share a sequence.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    /// Documents where something ends them, otherwise a stream.
+    Auto,
+    /// Attention and targets stay within a document, positions restart in each.
+    Documents,
+    /// One text: attention, targets and positions run across the documents of a sequence.
+    Stream,
+}
+
+/// In which order sequences come.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DataOrder {
+    /// That of the files.
+    File,
+    /// Another one in each epoch, drawn from the seed.
+    Shuffle,
+}
+
+/// How the learning rate goes on after the warm-up.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Schedule {
+    /// It stays.
+    Constant,
+    /// Half a cosine, down to the smallest.
+    Cosine,
+}
+
+/// The type of the computation; weights and optimizer are f32 in any case.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precision {
+    /// 32 bits.
+    F32,
+    /// 16 bits with the range of f32.
+    Bf16,
+}
+
+/// The word that is typed for a value.
+pub(crate) fn word<T: ValueEnum>(value: T) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
+/// The size of a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tile {
+    /// From the shard's length.
+    Auto,
+    /// No tiles.
+    Off,
+    /// So many tokens.
+    Tokens(usize),
+}
+
+impl FromStr for Tile {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "off" => Ok(Self::Off),
+            number => match at_least::<1>(number) {
+                Ok(tokens) => Ok(Self::Tokens(tokens)),
+                Err(_) => Err("give a number of tokens from 1, auto or off".to_owned()),
+            },
+        }
+    }
+}
+
+/// The largest norm, if any.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Clip(pub Option<f64>);
+
+impl FromStr for Clip {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "none" => Ok(Self(None)),
+            number => match positive(number) {
+                Ok(norm) => Ok(Self(Some(norm))),
+                Err(_) => Err("give a number above 0, or none".to_owned()),
+            },
+        }
+    }
+}
+
+impl fmt::Display for Clip {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(norm) => write!(f, "{norm}"),
+            None => write!(f, "none"),
+        }
+    }
+}
+
+pub(crate) fn at_least<const MIN: usize>(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(number) if number >= MIN => Ok(number),
+        _ => Err(format!("give a whole number from {MIN}")),
+    }
+}
+
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
+        _ => Err("give a number above 0".to_owned()),
+    }
+}
+
+pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => Err("give 0 or a number above it".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("auto", Some(Tile::Auto))]
+    #[case("off", Some(Tile::Off))]
+    #[case("7", Some(Tile::Tokens(7)))]
+    #[case("0", None)]
+    #[case("-3", None)]
+    #[case("on", None)]
+    fn a_tile_is_a_length_or_a_word(#[case] text: &str, #[case] expected: Option<Tile>) {
+        assert_eq!(text.parse().ok(), expected);
+    }
+
+    #[rstest]
+    #[case("none", Some(Clip(None)))]
+    #[case("0.5", Some(Clip(Some(0.5))))]
+    #[case("0", None)]
+    #[case("nan", None)]
+    #[case("inf", None)]
+    fn a_clip_is_a_norm_or_none_and_shows_as_it_is_typed(#[case] text: &str, #[case] expected: Option<Clip>) {
+        let clip = text.parse::<Clip>().ok();
+        assert_eq!(clip, expected);
+        assert!(clip.is_none_or(|clip| clip.to_string() == text));
+    }
+}

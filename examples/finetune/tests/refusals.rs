@@ -1,0 +1,262 @@
+//! What cannot be served ends with 2; the first line of stderr names the fault and the remedy, and nothing is written.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::LazyLock;
+
+use rstest::rstest;
+
+/// All files that the cases name, made once; no case writes.
+static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    for name in ["empty", "full", "noconfig"] {
+        fs::create_dir(path(name)).unwrap();
+    }
+    let write = |name: &str, text: &[u8]| fs::write(path(name), text).unwrap();
+    write("full/file", b"");
+    write("empty.txt", b"");
+    write("short.txt", b"short");
+    write("latin.txt", b"gr\xfcn und so weiter");
+    write("binary", b"\x7fELF\0\0\0\0");
+    write("abc.txt", "a b c d e f g h i j k ".repeat(20).as_bytes());
+
+    for (name, lines) in [
+        ("torn", "{\"text\": \"fine\"}\n\n{\"text\": \"torn\n"),
+        ("array", "[1, 2]\n"),
+        ("fields", "{\"text\": \"fine\"}\n{\"txt\": \"a\"}\n"),
+        ("number", "{\"text\": 3}\n"),
+        ("nomessages", "{\"messages\": []}\n"),
+        ("norole", "{\"messages\": [{\"content\": \"a\"}]}\n"),
+        ("nocontent", "{\"messages\": [{\"role\": \"user\"}]}\n"),
+        ("noanswer", "{\"messages\": [{\"role\": \"user\", \"content\": \"a b c d e f g h\"}]}\n"),
+        (
+            "chat",
+            "{\"messages\": [{\"role\": \"user\", \"content\": \"a b c d\"}, {\"role\": \"assistant\", \"content\": \"e f\"}]}\n",
+        ),
+    ] {
+        write(&format!("{name}.jsonl"), lines.as_bytes());
+    }
+    for (name, text) in [
+        ("notoml", "steps = 3\nlr = = 4\n"),
+        ("unknown", "steps = 3\n\nlearning-rate = 4\nsteps_per = 1\n"),
+        ("near", "seq_len = 64\n"),
+        ("value", "lr = -1.0\n"),
+        ("kind", "steps = [3]\n"),
+        ("both", "steps = 3\nepochs = 2\n"),
+    ] {
+        write(&format!("{name}.toml"), text.as_bytes());
+    }
+
+    common::model(&path("good"));
+    let copy = |name: &str| {
+        fs::create_dir(path(name)).unwrap();
+        for entry in fs::read_dir(path("good")).unwrap() {
+            let from = entry.unwrap().path();
+            fs::copy(&from, path(name).join(from.file_name().unwrap())).unwrap();
+        }
+        path(name)
+    };
+    fs::remove_file(copy("notokenizer").join("tokenizer.json")).unwrap();
+    fs::write(copy("badtokenizer").join("tokenizer.json"), "{\"model\": 3}").unwrap();
+    common::tokenizer(&copy("notemplate"), None);
+    common::tokenizer(&copy("badtemplate"), Some("{% if %}"));
+    common::tokenizer(&copy("refusing"), Some("{{ raise_exception('no talk') }}"));
+    common::tokenizer(
+        &copy("rewriting"),
+        Some("{% for m in messages %}{% if loop.last %}<|end|>{% endif %} {{ m.content }}{% endfor %}"),
+    );
+    common::weights(&copy("small"), 9);
+    let edited = |name: &str, from: &str, to: &str| {
+        let config = copy(name).join("config.json");
+        let text = fs::read_to_string(&config).unwrap();
+        assert!(text.contains(from), "{text}");
+        fs::write(config, text.replace(from, to)).unwrap();
+    };
+    edited("heads", "\"num_key_value_heads\": 1", "\"num_key_value_heads\": 3");
+    edited("nohead", "\"num_attention_heads\": 2", "\"num_attention_heads\": 0");
+    edited("type", "\"model_type\": \"llama\"", "\"model_type\": \"lama\"");
+    edited("wide", "\"intermediate_size\": 12", "\"intermediate_size\": 14");
+    edited("deep", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3");
+    edited("shallow", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1");
+    edited("nojson", "{", "");
+    let cut = copy("truncated").join("model.safetensors");
+    let weights = fs::read(&cut).unwrap();
+    fs::write(&cut, &weights[..weights.len() / 2]).unwrap();
+    fs::write(copy("garbage").join("model.safetensors"), [0xff; 64]).unwrap();
+    fs::write(copy("emptyweights").join("model.safetensors"), []).unwrap();
+    fs::remove_file(copy("noweights").join("model.safetensors")).unwrap();
+    folder
+});
+
+fn finetune(args: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_finetune"))
+        .current_dir(FOLDER.path())
+        .args(args.split_whitespace())
+        .output()
+        .unwrap()
+}
+
+/// Every file and folder, with sizes.
+fn listing(folder: &Path) -> Vec<(String, u64)> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
+        let metadata = entry.metadata().unwrap();
+        found.push((entry.path().display().to_string(), if metadata.is_file() { metadata.len() } else { 0 }));
+        if metadata.is_dir() {
+            found.extend(listing(&entry.path()));
+        }
+    }
+    found.sort();
+    found
+}
+
+#[rstest]
+// What is typed.
+#[case("--ranks 0", "invalid value '0' for '--ranks", "give a whole number from 1")]
+#[case("--ranks 1000000000", "--ranks 1000000000", "use at most")]
+#[case("--ranks -3", "invalid value '-3' for '--ranks", "give a whole number")]
+#[case("--steps 0", "invalid value '0' for '--steps", "give a whole number from 1")]
+#[case("--steps 1000000000", "--steps 1000000000", "use at most 100000000")]
+#[case("--steps 99999999999999999999999", "invalid value", "give a whole number")]
+#[case("--steps 2 --epochs 2", "--steps and --epochs together", "leave one of them out")]
+#[case("--epochs 18446744073709551615", "--epochs 18446744073709551615", "use at most")]
+#[case("--seq-len 0", "invalid value '0' for '--seq-len", "give a whole number from 2")]
+#[case("--seq-len 1000000000000", "are less than a sequence of 1000000000000", "or --seq-len")]
+#[case("--batch 0", "invalid value '0' for '--batch", "give a whole number from 1")]
+#[case("--batch 1000000000", "--batch 1000000000 x --accumulate 1", "sequences a step")]
+#[case("--batch 9999999999 --accumulate 9999999999", "x --accumulate 9999999999", "sequences a step")]
+#[case("--sequences 1000000", "--sequences 1000000 of", "use at most")]
+#[case("--warmup 9 --steps 8", "--warmup 9 in 8 steps", "use at most 8")]
+#[case("--lr nan", "invalid value 'nan' for '--lr", "give a number above 0")]
+#[case("--lr inf", "invalid value 'inf' for '--lr", "give a number above 0")]
+#[case("--lr -1", "invalid value '-1' for '--lr", "give a number above 0")]
+#[case("--lr 0", "invalid value '0' for '--lr", "give a number above 0")]
+#[case("--min-lr 1e-4", "--min-lr without --schedule cosine", "leave one of them out")]
+#[case("--schedule cosine --min-lr 1", "--min-lr 1 above --lr 0.003", "lower --min-lr")]
+#[case("--weight-decay nan", "invalid value 'nan' for '--weight-decay", "give 0 or a number above")]
+#[case("--clip 0", "invalid value '0' for '--clip", "give a number above 0, or none")]
+#[case("--mlp-tile -2", "invalid value '-2' for '--mlp-tile", "from 1, auto or off")]
+#[case("--checkpoint maybe", "invalid value 'maybe' for '--checkpoint", "on, off")]
+#[case("--dtype f64", "invalid value 'f64' for '--dtype", "f32, bf16")]
+#[case("--schedule linear", "invalid value 'linear' for '--schedule", "constant, cosine")]
+#[case("--data-order random", "invalid value 'random' for '--data-order", "file, shuffle")]
+#[case("--attention single --ranks 2", "--attention single with --ranks 2", "leave --ranks out")]
+#[case("--attention ulysses --heads-per-stage 2", "--heads-per-stage without --attention upipe", "leave one")]
+#[case("--heads-per-stage 9", "--heads-per-stage 9 of 8 query heads", "use 1 to 8")]
+#[case("--rank 2", "unexpected argument '--rank'", "'--ranks'")]
+// Texts.
+#[case("--data nowhere", "nowhere: ", "give text files")]
+#[case("--data empty", "--data empty: no text file in it", "name files")]
+#[case("--data empty.txt", "0 tokens of text are less than a sequence of 64", "give more with --data")]
+#[case("--data short.txt", "5 tokens of text are less than a sequence of 64", "--seq-len 5 or less")]
+#[case("--data short.txt --eval --seq-len 6", "5 tokens of text are less than a sequence of 6", "--seq-len 5")]
+#[case("--data empty.txt --eval", "0 tokens of text", "give more with --data")]
+#[case("--data latin.txt", "latin.txt: not UTF-8 from byte 2", "give text in UTF-8")]
+#[case("--data binary", "binary: a zero byte at 4", "give text in UTF-8")]
+#[case("--data torn.jsonl", "torn.jsonl:3: not JSON, at column", "give one JSON object a line")]
+#[case("--data array.jsonl", "array.jsonl:1: JSON, but no object", "give {\"text\"")]
+#[case("--data fields.jsonl", "fields.jsonl:2: neither text nor messages", "did you mean text where it says txt?")]
+#[case("--data number.jsonl", "number.jsonl:1: text is no string", "give {\"text\"")]
+#[case("--data chat.jsonl", "chat.jsonl:1: a conversation, and byte tokens have no chat template", "use --model")]
+#[case("--model good --data nomessages.jsonl", "nomessages.jsonl:1: messages is empty", "give {\"messages\"")]
+#[case("--model good --data norole.jsonl", "norole.jsonl:1: message 1 has no role", "give {\"messages\"")]
+#[case("--model good --data nocontent.jsonl", "nocontent.jsonl:1: message 1 has no content", "give {\"messages\"")]
+#[case("--model good --data noanswer.jsonl --seq-len 8", "no answer, hence no target", "the role \"assistant\"")]
+#[case("--model notemplate --data chat.jsonl", "notemplate: conversations need a chat template", "chat_template.jinja")]
+#[case("--model badtemplate --data chat.jsonl", "badtemplate/tokenizer_config.json: line 1", "put another template")]
+#[case("--model refusing --data chat.jsonl", "chat.jsonl:1: the chat template refuses: line 1: no talk", "correct the")]
+#[case("--model rewriting --data chat.jsonl", "chat.jsonl:1: message 2: the chat template writes", "that only appends")]
+// Models.
+#[case("--model nowhere", "nowhere/config.json: ", "give a Hugging Face model folder")]
+#[case("--model noconfig", "noconfig/config.json: ", "give a Hugging Face model folder")]
+#[case("--model short.txt", "short.txt/config.json: ", "give a Hugging Face model folder")]
+#[case("--model nojson", "nojson/config.json: not JSON", "save the model again")]
+#[case("--model heads", "2 query heads for 3 key/value heads", "must divide")]
+#[case("--model nohead", "num_attention_heads", "")]
+#[case("--model type", "model_type \"lama\"", "llama")]
+#[case("--model notokenizer", "notokenizer/tokenizer.json: no such file", "use --tokens bytes")]
+#[case("--model badtokenizer", "badtokenizer/tokenizer.json: no tokenizer", "--tokens bytes")]
+#[case("--model small --tokens bytes", "a vocabulary of 9 has no room for bytes", "at least 256 token ids")]
+#[case("--model small --data abc.txt", "in a vocabulary of 9", "the tokenizer.json that belongs to the model")]
+#[case("--model truncated --data abc.txt", "truncated/model.safetensors: ", "download or save it again")]
+#[case("--model garbage --data abc.txt", "garbage/model.safetensors: ", "download or save it again")]
+#[case("--model emptyweights --data abc.txt", "emptyweights/model.safetensors: ", "download or save it again")]
+#[case("--model noweights --data abc.txt", "model.safetensors: ", "give a folder")]
+#[case("--model wide --data abc.txt", "where config.json says", "the weights do not fit")]
+#[case("--model deep --data abc.txt", "missing: model.layers.2", "the weights do not fit")]
+#[case("--model shallow --data abc.txt", "unused: model.layers.1", "the weights do not fit")]
+// Output folders.
+#[case("--out full", "--out full: the folder is not empty", "give a new or empty folder")]
+#[case("--out short.txt", "--out short.txt: a file, not a folder", "give a new or empty folder")]
+#[case("--out short.txt/below", "--out short.txt/below: ", "give a new or empty folder")]
+#[case("--out /proc/finetune", "--out /proc/finetune: ", "give a new or empty folder")]
+// Configuration files.
+#[case("--config nowhere.toml", "--config nowhere.toml: ", "give a TOML file")]
+#[case("--config empty", "--config empty: ", "give a TOML file")]
+#[case("--config binary", "--config binary: ", "give a TOML file")]
+#[case("--config notoml.toml", "--config notoml.toml:2: not TOML", "write name = value")]
+#[case("--config unknown.toml", "--config unknown.toml:3: unknown key \"learning-rate\"", "use one of")]
+#[case("--config near.toml", "--config near.toml:1: unknown key \"seq_len\"", "did you mean seq-len")]
+#[case("--config value.toml", "--config value.toml: invalid value '-1.0' for '--lr", "give a number above 0")]
+#[case("--config kind.toml", "--config kind.toml:1: steps is of type array", "give a number")]
+#[case("--config both.toml", "--steps and --epochs together", "leave one of them out")]
+fn a_request_that_cannot_be_served_ends_with_2_and_writes_nothing(
+    #[case] args: &str,
+    #[case] fault: &str,
+    #[case] remedy: &str,
+) {
+    let before = listing(FOLDER.path());
+    let rest = |name: &str, value: &str| if args.contains(name) { String::new() } else { format!(" {name} {value}") };
+    let output = finetune(&format!("{args}{}{}", rest("--seq-len", "64"), rest("--attention", "upipe")));
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    let first = stderr.lines().next().unwrap();
+    assert!(first.starts_with("error: ") && first.contains(fault) && first.contains(remedy), "{first}");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    assert_eq!(listing(FOLDER.path()), before);
+}
+
+/// A pipe that nobody writes to would be waited for.
+#[cfg(unix)]
+#[rstest]
+#[case("--data pipe", "pipe: neither a file nor a folder: write what it gives to a file first")]
+#[case("--data /dev/zero", "/dev/zero: neither a file nor a folder")]
+#[case("--config pipe", "--config pipe: pipe: neither a file nor a folder")]
+fn pipes_and_devices_are_refused_at_once(#[case] args: &str, #[case] expected: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    assert!(Command::new("mkfifo").arg(folder.path().join("pipe")).status().unwrap().success());
+    let output = Command::new(env!("CARGO_BIN_EXE_finetune"))
+        .current_dir(folder.path())
+        .args(args.split_whitespace())
+        .output()
+        .unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.lines().next().unwrap().contains(expected), "{stderr}");
+}
+
+/// A file that only others may read; who may read everything cannot see that.
+#[cfg(unix)]
+#[test]
+fn a_file_that_may_not_be_read_is_named() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("secret.txt");
+    fs::write(&path, "text").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0)).unwrap();
+    let readable = fs::read(&path).is_ok();
+    let output = Command::new(env!("CARGO_BIN_EXE_finetune"))
+        .current_dir(folder.path())
+        .args(["--data", "secret.txt"])
+        .output()
+        .unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    let expected = if readable { "4 tokens of text are less" } else { "secret.txt: Permission denied" };
+    assert!(stderr.contains(expected), "{stderr}");
+}
