@@ -3,6 +3,9 @@
 //! The counting allocator sees all ranks together, exchange buffers included, and every other thread as well. So this file is one
 //! test: nothing else runs, ends, or frees what it held, while something is counted.
 
+// What was counted, for --nocapture.
+#![allow(clippy::print_stdout)]
+
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_context_parallel::attention::{ContextParallelDevice, HeadSplit, SequenceContext, ulysses, ulysses_bytes};
