@@ -3,15 +3,15 @@
 //! The counting allocator sees all ranks together, exchange buffers included, and every other thread as well. So this file is one
 //! test: nothing else runs, ends, or frees what it held, while something is counted.
 
-use burn::nn::LinearConfig;
+use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Distribution, Int, Tensor};
-use burn_context_parallel::attention::{ContextParallelDevice, SequenceContext, ulysses};
+use burn_context_parallel::attention::{ContextParallelDevice, HeadSplit, SequenceContext, ulysses, ulysses_bytes};
 use burn_context_parallel::flash::FlashOptions;
 use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::{Batch, RotaryFrequencies, SequenceLayout, apply_rotary};
 use burn_upipe::checkpoint;
 use burn_upipe::profile::heap::{self, CountingAllocator};
-use burn_upipe::tiling::{TiledLinearCrossEntropy, cross_entropy_bytes};
+use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, cross_entropy_bytes, tile_bytes};
 use burn_upipe::upipe::{self, Projection, ProjectionWeights, Schedule};
 use llama::{Llama, LlamaConfig, ParallelConfig};
 use tests::on_ranks;
@@ -24,6 +24,8 @@ fn memory_is_as_stated() {
     // Not vacuous: the allocator is installed and counts.
     let (_, peak) = heap::peak_of(|| std::hint::black_box(vec![1u8; 1 << 20]));
     assert!(peak >= 1 << 20, "the counting allocator is not installed");
+    ulysses_keeps_what_is_stated();
+    a_tile_takes_its_tokens_bytes_and_no_more();
     a_checkpointed_model_keeps_one_input_per_block();
     the_loss_peak_does_not_grow_with_vocabulary_times_sequence();
     upipe_needs_a_quarter_of_ulysses();
@@ -86,8 +88,13 @@ fn measure(stage_heads: Option<usize>, width: usize, trainable: bool) -> Peaks {
         let out = match stage_heads {
             Some(per_stage) => {
                 let schedule = Schedule::new(HEADS, KV_HEADS, RANKS, per_stage)?;
-                let parts =
-                    ProjectionWeights { q: wq.clone(), k: wk.clone(), v: wv.clone(), biases: [None, None, None] };
+                let parts = ProjectionWeights {
+                    q: wq.clone(),
+                    k: wk.clone(),
+                    v: wv.clone(),
+                    biases: [None, None, None],
+                    norms: [None, None],
+                };
                 let (source, inputs) = Projection::new(x.clone(), parts, DIM, Some(table));
                 upipe::upipe(source, inputs, &schedule, &FlashOptions::causal(), &context)?
             }
@@ -236,4 +243,65 @@ fn the_loss_peak_does_not_grow_with_vocabulary_times_sequence() {
         "{short} bytes at the peak, stated {stated} beside {weights} of weights"
     );
     assert!(short >= tile * vocabulary * 4, "a tile's logits exist");
+}
+
+/// q, k and v of a rank's heads over the whole sequence, and the log-sum-exp; with fewer key/value heads than ranks, too.
+fn ulysses_keeps_what_is_stated() {
+    const DIM: usize = 32;
+    let (ranks, seq) = (4, 1024);
+    for (heads, kv_heads) in [(8, 8), (8, 2), (6, 3)] {
+        let layout = SequenceLayout::contiguous(seq, ranks).unwrap();
+        let split = HeadSplit::new(heads, kv_heads, ranks).unwrap();
+        let stated: usize = (0..ranks).map(|rank| ulysses_bytes(&split, rank, 1, seq, DIM, 4)).sum();
+        let kept = on_ranks(ranks, move |world: ProcessGroup| {
+            let _owned = heap::own(world.rank());
+            let local = layout.local_len(world.rank());
+            let leaf =
+                |heads: usize| Tensor::<4>::ones([1, heads, local, DIM], &Device::flex()).autodiff().require_grad();
+            let (q, k, v) = (leaf(heads), leaf(kv_heads), leaf(kv_heads));
+            world.barrier()?;
+            let before = heap::in_use_by(world.rank());
+            let out = ulysses(q, k, v, &FlashOptions::causal(), &world, &layout, &layout)?;
+            world.barrier()?;
+            let kept = heap::in_use_by(world.rank()) - before - heads * local * DIM * 4;
+            world.barrier()?;
+            drop(out);
+            Ok(kept)
+        });
+        let kept: usize = kept.into_iter().sum();
+        println!("Ulysses, {heads}/{kv_heads} heads: {kept} bytes kept, {stated} stated");
+        // Above: the graph, the layout and the group's own small things, a few KiB a rank.
+        assert!((stated..=stated + stated / 50 + ranks * (8 << 10)).contains(&kept), "{kept} kept, {stated} stated");
+    }
+}
+
+/// What a tiled feed-forward takes grows with the tile as [`tile_bytes`] says, not with the sequence.
+fn a_tile_takes_its_tokens_bytes_and_no_more() {
+    const SEQ: usize = 2048;
+    let (width, wide) = (16, 512);
+    let device = Device::flex().autodiff();
+    let linear = |from, to| LinearConfig::new(from, to).with_bias(false).init(&device);
+    let mlp = (linear(width, wide), linear(wide, width));
+    let peak = |seq: usize, tile: usize| {
+        let mlp = TiledMlp::new(mlp.clone(), Some(tile));
+        let run = || {
+            let x = Tensor::<3>::ones([1, seq, width], &device).require_grad();
+            let y = mlp.forward(x, |(up, down): &(Linear, Linear), x| {
+                down.forward(burn::tensor::activation::relu(up.forward(x)))
+            });
+            drop(y.sum().backward());
+        };
+        run();
+        heap::peak_of(run).1 as f64
+    };
+    let peaks = [128, 256, 512].map(|tile| peak(SEQ, tile));
+    let stated = [128, 256, 512].map(|tile| tile_bytes(1, SEQ, tile, wide, 4) as f64);
+    // The feed-forward and its gradient hold a fixed number of such tensors at once.
+    let tensors = [1, 2].map(|i| (peaks[i] - peaks[i - 1]) / (stated[i] - stated[i - 1]));
+    println!("tiles: {peaks:?} bytes, {tensors:.2?} times tile_bytes");
+    assert!(tensors.iter().all(|n| (2.0..=5.0).contains(n)), "{tensors:?} tensors as wide as the feed-forward");
+    assert!((tensors[0] - tensors[1]).abs() < 0.3, "not linear in the tile: {tensors:?}");
+    // Twice the tokens: only x, y and their gradients are longer.
+    let longer = peak(2 * SEQ, 128) - peaks[0];
+    assert!(longer <= (SEQ * width * 4 * 6 + (64 << 10)) as f64, "{longer} bytes more for twice the tokens");
 }

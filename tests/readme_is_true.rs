@@ -6,9 +6,10 @@ use std::fmt::Write;
 use burn::nn::{DropoutConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Gradients, Int, Tensor};
-use burn_context_parallel::attention::{SequenceContext, scope, try_attention};
+use burn_context_parallel::attention::{SequenceContext, attention_with, scope, try_attention};
+use burn_context_parallel::flash::FlashOptions;
 use burn_context_parallel::group::{LaunchError, ProcessGroup, launch};
-use burn_context_parallel::sequence::{RotaryFrequencies, SequenceLayout};
+use burn_context_parallel::sequence::{Documents, PerToken, RotaryFrequencies, SequenceLayout};
 use burn_context_parallel::{Error, Result};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, TiledNorm};
@@ -34,6 +35,12 @@ const LINES: [(&str, &[(&str, Probe)]); 4] = [
             ("a dense mask", |world| attend(world, Ask { mask: true, ..Ask::default() })),
             ("an attention bias", |world| attend(world, Ask { bias: true, ..Ask::default() })),
             ("a softcap", |world| attend(world, Ask { softcap: Some(30.0), ..Ask::default() })),
+            ("a sliding window", |world| attend(world, Ask { window: Some(3), ..Ask::default() })),
+            ("a window to both sides", |world| {
+                attend(world, Ask { causal: false, window: Some(3), lookahead: Some(2), ..Ask::default() })
+            }),
+            ("documents packed into a sequence", |world| attend(world, Ask { documents: true, ..Ask::default() })),
+            ("positions per token", |world| attend(world, Ask { positions: true, ..Ask::default() })),
         ],
     ),
     (
@@ -74,6 +81,10 @@ struct Ask {
     causal: bool,
     scale: Option<f64>,
     softcap: Option<f64>,
+    window: Option<usize>,
+    lookahead: Option<usize>,
+    documents: bool,
+    positions: bool,
     mask: bool,
     bias: bool,
     dtype: DType,
@@ -88,6 +99,10 @@ impl Default for Ask {
             causal: true,
             scale: None,
             softcap: None,
+            window: None,
+            lookahead: None,
+            documents: false,
+            positions: false,
             mask: false,
             bias: false,
             dtype: DType::F32,
@@ -123,8 +138,21 @@ fn attend(world: ProcessGroup, ask: Ask) -> Result<()> {
         let v = leaf([1, kv_heads, local, ask.value_dim], ask.dtype);
         let mask = ask.mask.then(|| Tensor::<4, Bool>::full([1, heads, local, local], false, &device()));
         let bias = ask.bias.then(|| leaf([1, heads, local, local], ask.dtype));
-        let options = AttentionModuleOptions { scale: ask.scale, softcap: ask.softcap, is_causal: ask.causal };
-        let out = try_attention(q.clone(), k.clone(), v.clone(), mask, bias, options)?;
+        let mut options = if ask.causal { FlashOptions::causal() } else { FlashOptions::full() };
+        (options.window, options.lookahead) = (ask.window, ask.lookahead);
+        if ask.documents {
+            options = options.with_documents(Documents::from_lengths(&[ask.seq - 5, 5]));
+        }
+        if ask.positions {
+            let positions = PerToken::shared((0..ask.seq as i64).rev().collect());
+            options = options.with_positions(positions.clone(), positions);
+        }
+        let out = if options == FlashOptions::full() || options == FlashOptions::causal() {
+            let options = AttentionModuleOptions { scale: ask.scale, softcap: ask.softcap, is_causal: ask.causal };
+            try_attention(q.clone(), k.clone(), v.clone(), mask, bias, options)?
+        } else {
+            attention_with(q.clone(), k.clone(), v.clone(), &options)?
+        };
         let grads = out.sum().backward();
         [q, k, v].iter().for_each(|x| finite(x, &grads));
         Ok(())

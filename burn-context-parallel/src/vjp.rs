@@ -33,7 +33,7 @@ pub type AnyTensor = DispatchTensor;
 pub type InputGradients = Vec<Option<AnyTensor>>;
 
 /// How many graph parents one operation can have.
-pub const MAX_INPUTS: usize = 8;
+pub const MAX_INPUTS: usize = 10;
 
 type BackwardFn = Box<dyn FnOnce(AnyTensor) -> InputGradients + Send>;
 
@@ -206,6 +206,8 @@ where
         6 => attach::<B, C, 6>(step, guards, output),
         7 => attach::<B, C, 7>(step, guards, output),
         8 => attach::<B, C, 8>(step, guards, output),
+        9 => attach::<B, C, 9>(step, guards, output),
+        10 => attach::<B, C, 10>(step, guards, output),
         n => panic!("an operation can have {MAX_INPUTS} tracked inputs, this one has {n}"),
     };
     wrap::<Autodiff<B, C>>(output)

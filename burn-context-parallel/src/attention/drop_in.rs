@@ -63,16 +63,42 @@ pub fn try_attention(
         flash = flash.with_scale(scale);
     }
     flash.softcap = options.softcap;
+    if current().is_none() {
+        let offset = key.dims()[2] as i64 - query.dims()[2] as i64;
+        flash = flash.with_offsets(offset, 0);
+    }
+    attention_with(query, key, value, &flash)
+}
+
+/// Attention with [`FlashOptions`], for what Burn's options have no room for: a window, a lookahead, positions per token. Inside a
+/// [scope](super::ContextParallel::scope) across the ranks that share the sequence, and within its documents; outside it plain flash attention.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_context_parallel::attention::attention_with;
+/// use burn_context_parallel::flash::FlashOptions;
+///
+/// let x = Tensor::<4>::ones([1, 2, 6, 4], &Device::flex());
+/// let window = FlashOptions::causal().with_window(3);
+/// assert_eq!(attention_with(x.clone(), x.clone(), x, &window)?.dims(), [1, 2, 6, 4]);
+/// # Ok::<(), burn_context_parallel::Error>(())
+/// ```
+///
+/// # Shapes
+///
+/// As [`attention()`].
+///
+/// # Errors
+///
+/// [`Error::Invalid`] for shapes or options that do not fit, [`Error::Group`] if another rank fails.
+pub fn attention_with(query: Tensor<4>, key: Tensor<4>, value: Tensor<4>, options: &FlashOptions) -> Result<Tensor<4>> {
     match current() {
-        None => {
-            let offset = key.dims()[2] as i64 - query.dims()[2] as i64;
-            flash_attention(query, key, value, &flash.with_offsets(offset, 0))
-        }
+        None => flash_attention(query, key, value, options),
         Some(context) => {
             context.expect(NAME, query.dims()[0], query.dims()[2])?;
             context.expect(NAME, key.dims()[0], key.dims()[2])?;
-            let (layout, flash) = (context.layout(), context.bound(&flash)?);
-            ulysses(query, key, value, &flash, context.group(), layout, layout)
+            let (layout, options) = (context.layout(), context.bound(options)?);
+            ulysses(query, key, value, &options, context.group(), layout, layout)
         }
     }
 }

@@ -201,3 +201,115 @@ fn hide_beyond<R: Copy>(row: &mut [R], positions: &[i64], (low, high): (i64, i64
         *score = if (low..=high).contains(position) { *score } else { hidden };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::sequence::{Documents, PerToken};
+
+    const TILE: usize = 4;
+
+    fn tiles(len: usize) -> impl Iterator<Item = Range<usize>> {
+        (0..len).step_by(TILE).map(move |start| start..(start + TILE).min(len))
+    }
+
+    fn options() -> impl Strategy<Value = (FlashOptions, usize, usize)> {
+        let reach = || prop_oneof![Just(None), (1usize..30).prop_map(Some)];
+        let ids = || proptest::collection::vec(-1i64..3, 30);
+        let places = || proptest::collection::vec(-9i64..40, 30);
+        let labels = (proptest::option::of((ids(), ids())), proptest::option::of((places(), places())));
+        (any::<bool>(), reach(), reach(), -20i64..20, labels, 1usize..30, 1usize..30).prop_map(
+            |(causal, window, lookahead, offset, (documents, positions), q_len, k_len)| {
+                let mut options = FlashOptions { causal, window, lookahead, ..FlashOptions::default() };
+                options = match positions {
+                    Some((q, k)) => options
+                        .with_positions(PerToken::shared(q[..q_len].to_vec()), PerToken::shared(k[..k_len].to_vec())),
+                    None => options.with_offsets(offset, 0),
+                };
+                if let Some((q, k)) = documents {
+                    let of = |ids: &[i64]| Documents::from_ids(PerToken::shared(ids.to_vec()));
+                    options = options.with_cross_documents(of(&q[..q_len]), of(&k[..k_len]));
+                }
+                (options, q_len, k_len)
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn no_visible_pair_is_left_out_and_no_hidden_one_let_in((options, q_len, k_len) in options()) {
+            let mask = Mask::new(&options, [q_len, k_len], [TILE; 2]);
+            for queries in tiles(q_len) {
+                let range = mask.keys(&queries);
+                for keys in tiles(k_len) {
+                    let pairs: Vec<bool> =
+                        queries.clone().flat_map(|i| keys.clone().map(move |j| (i, j))).map(|(i, j)| options.sees(0, i, j)).collect();
+                    let outside = keys.end <= range.start || keys.start >= range.end;
+                    match mask.cover(0, &queries, &keys) {
+                        Cover::Empty => prop_assert!(pairs.iter().all(|seen| !seen)),
+                        Cover::Full => prop_assert!(pairs.iter().all(|seen| *seen)),
+                        Cover::Part => {}
+                    }
+                    prop_assert!(!outside || pairs.iter().all(|seen| !seen));
+                    // One row at a time, from either side.
+                    for i in queries.clone() {
+                        let mut row = [true; TILE];
+                        mask.hide_keys(0, i, &keys, &mut row, false);
+                        for j in keys.clone() {
+                            prop_assert_eq!(row[j - keys.start], options.sees(0, i, j));
+                        }
+                    }
+                    for j in keys.clone() {
+                        let mut row = [true; TILE];
+                        mask.hide_queries(0, j, &queries, &mut row, false);
+                        for i in queries.clone() {
+                            prop_assert_eq!(row[i - queries.start], options.sees(0, i, j));
+                        }
+                    }
+                }
+            }
+            for keys in tiles(k_len) {
+                let range = mask.queries(&keys);
+                let seen = (0..q_len).filter(|i| keys.clone().any(|j| options.sees(0, *i, j)));
+                for i in seen {
+                    prop_assert!(range.contains(&i));
+                }
+            }
+        }
+    }
+
+    /// What a kernel computes: the tiles that it visits.
+    fn visited(options: &FlashOptions, len: usize, tile: usize) -> usize {
+        let mask = Mask::new(options, [len, len], [tile; 2]);
+        let tiles = |range: Range<usize>| (range.start / tile * tile..range.end).step_by(tile);
+        let all = |start: usize| start..(start + tile).min(len);
+        tiles(0..len)
+            .map(|first| {
+                let keys = tiles(mask.keys(&all(first)));
+                keys.filter(|start| mask.cover(0, &all(first), &all(*start)) != Cover::Empty).count()
+            })
+            .sum()
+    }
+
+    #[test]
+    fn the_cost_follows_the_mask() {
+        let (len, tile) = (96 * 400, 96);
+        let tiles = len / tile;
+        assert_eq!(visited(&FlashOptions::full(), len, tile), tiles * tiles);
+        assert_eq!(visited(&FlashOptions::causal(), len, tile), tiles * (tiles + 1) / 2);
+        // A window of ten tiles: eleven tiles a row of tiles, fewer at the beginning; twice the length, twice the cost.
+        let window = FlashOptions::causal().with_window(960);
+        let cost = visited(&window, len, tile);
+        assert!(cost <= 11 * tiles && cost >= 10 * tiles, "{cost}");
+        assert!(visited(&window, 2 * len, tile) <= 22 * tiles);
+        let both = FlashOptions::full().with_window(960).with_lookahead(959);
+        assert!(visited(&both, len, tile) <= 21 * tiles);
+        // Forty documents of ten tiles: forty triangles.
+        let documents = FlashOptions::causal().with_documents(Documents::from_lengths(&[960; 40]));
+        assert_eq!(visited(&documents, len, tile), 40 * 10 * 11 / 2);
+        let padded = FlashOptions::full().with_documents(Documents::from_lengths(&[960]).padded_to(len));
+        assert_eq!(visited(&padded, len, tile), 100);
+    }
+}

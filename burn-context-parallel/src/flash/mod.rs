@@ -18,7 +18,10 @@
 //! Sizes in this module: B batch, H query heads, G key/value heads, Sq queries, Sk keys, D head dimension. Grouped-query
 //! attention is native: query head `h` reads key/value head `h / (H / G)`, nothing is copied per head.
 //!
-//! Element types: f32; f16 and bf16 computed in f32 and rounded once; f64 computed in f64, for checking. Results are
+//! A mask costs what it leaves: tiles of 96 x 96 scores that it empties are not visited, so that a window takes O(S window) and
+//! documents the sum of their squares. What options cannot say, a dense mask or a bias, is [`reference::dense_attention`]'s, in O(S^2).
+//!
+//! Element types: f32 (with scores beyond 128 in f64, since their rounding would show); f16 and bf16 computed in f32 and rounded once; f64 computed in f64, for checking. Results are
 //! the same bits from run to run and on any number of threads.
 //!
 //! Not built yet, and refused: CubeCL devices; a value head dimension other than D.
@@ -288,7 +291,8 @@ pub fn delta(d_out: Tensor<4>, out: Tensor<4>) -> Tensor<3> {
 /// out + lse + threads x (tiles of queries, scores, keys, values and sums) + 64 bytes or so per tile of queries
 /// ```
 ///
-/// Linear in Sq; without Sk. Documents and positions take another 16 bytes per tile and row of them. f16 and bf16 inputs are converted tile by tile, not as a whole.
+/// Linear in Sq; without Sk. Rows with scores beyond 128, which are computed in f64, take another `8 (112 D + 96 D + 144 * 112)` bytes a thread.
+/// Documents and positions take another 16 bytes per tile and row of them. f16 and bf16 inputs are converted tile by tile, not as a whole.
 ///
 /// ```
 /// use burn::tensor::DType;

@@ -107,7 +107,8 @@ fn written_out(
         q.cast(compute).matmul(k.swap_dims(2, 3)) * options.resolved_scale(d)
     };
     let scores = match options.softcap {
-        Some(cap) => (scores / cap).tanh() * cap,
+        // Burn divides gradients by a scalar in f32 in f64 graphs, too.
+        Some(cap) => (scores * (1.0 / cap)).tanh() * cap,
         None => scores,
     };
     let scores = match bias {

@@ -14,8 +14,12 @@ mod batch;
 mod documents;
 mod layout;
 mod rotary;
+mod rotary_embedding;
+mod scaling;
 
 pub use batch::{Batch, Document, IGNORE_INDEX, Shard};
 pub use documents::{Documents, NO_DOCUMENT, PerToken};
 pub use layout::{Piece, SequenceLayout};
 pub use rotary::{RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint};
+pub use rotary_embedding::{RotaryEmbedding, RotaryEmbeddingConfig};
+pub use scaling::RotaryScaling;

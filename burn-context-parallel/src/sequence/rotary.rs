@@ -17,6 +17,7 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, PartialEq)]
 pub struct RotaryFrequencies {
     inv_freq: Vec<f32>,
+    attention_factor: f64,
 }
 
 impl RotaryFrequencies {
@@ -37,7 +38,22 @@ impl RotaryFrequencies {
         let half = head_dim / 2;
         // In f32, as PyTorch computes them: pretrained weights expect these very frequencies.
         let inv_freq = (0..half).map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32)).collect();
-        Ok(Self { inv_freq })
+        Ok(Self::from_values(inv_freq))
+    }
+
+    pub(super) fn from_values(inv_freq: Vec<f32>) -> Self {
+        Self { inv_freq, attention_factor: 1.0 }
+    }
+
+    /// Multiplies cos and sin, hence every rotated vector, by `factor`: scores by its square.
+    pub(super) fn with_attention_factor(mut self, factor: f64) -> Self {
+        self.attention_factor = factor;
+        self
+    }
+
+    /// What cos and sin are multiplied by; 1 but for [YaRN](super::RotaryScaling::Yarn).
+    pub fn attention_factor(&self) -> f64 {
+        self.attention_factor
     }
 
     /// Rescales each frequency, for context extension.
@@ -58,7 +74,7 @@ impl RotaryFrequencies {
 
     /// Cosines and sines for `positions` (rows x length, on the host).
     ///
-    /// Angles are computed in f64: at position 5 million a product in f32 is off by a quarter of a radian.
+    /// Each is multiplied by [`attention_factor`](Self::attention_factor). Angles are computed in f64: at position 5 million a product in f32 is off by a quarter of a radian.
     ///
     /// # Memory
     ///
@@ -75,8 +91,8 @@ impl RotaryFrequencies {
         for position in positions {
             for frequency in &self.inv_freq {
                 let (s, c) = (*position as f64 * f64::from(*frequency)).sin_cos();
-                cos.push(c);
-                sin.push(s);
+                cos.push(c * self.attention_factor);
+                sin.push(s * self.attention_factor);
             }
         }
         let shape = [rows, positions.len() / rows, 1, half];
@@ -112,6 +128,8 @@ impl RotaryTable {
 /// (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin),  x1, x2 = the halves of D
 /// ```
 ///
+/// The table's cos and sin carry the attention factor, if there is one.
+///
 /// # Memory
 ///
 /// Nothing is kept for the backward pass but a handle to the table.
@@ -122,7 +140,8 @@ pub fn apply_rotary(x: Tensor<4>, table: &RotaryTable) -> Tensor<4> {
     custom_vjp(inputs, y, move |dy: Tensor<4>| vec![Some(saved.rotate(dy, -1.0).into_dispatch())])
 }
 
-/// The adjoint of [`apply_rotary`]: a rotation back, for gradients without autodiff.
+/// The adjoint of [`apply_rotary`]: a rotation back (times the same attention factor), for gradients without
+/// autodiff.
 pub fn apply_rotary_adjoint(dy: Tensor<4>, table: &RotaryTable) -> Tensor<4> {
     table.rotate(dy, -1.0)
 }

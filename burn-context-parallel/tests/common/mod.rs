@@ -5,13 +5,12 @@ use std::path::PathBuf;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::flash::FlashOptions;
+use burn_context_parallel::sequence::Documents;
 use safetensors::SafeTensors;
 
 /// One case of `reference/make_attention.py`.
 pub struct Case {
     pub options: FlashOptions,
-    /// Options that the file was made with and that are not built.
-    pub beyond: Vec<String>,
     bytes: Vec<u8>,
 }
 
@@ -28,12 +27,15 @@ impl Case {
         let options = base
             .with_scale(json["scale"].as_f64().unwrap())
             .with_offsets(json["q_offset"].as_i64().unwrap(), json["k_offset"].as_i64().unwrap());
-        let beyond = ["window", "cu_seqlens", "softcap"]
-            .into_iter()
-            .filter(|key| !json[key].is_null())
-            .map(String::from)
-            .collect();
-        Self { options, beyond, bytes }
+        let size = |value: &serde_json::Value| value.as_u64().map(|size| size as usize);
+        let mut options = options;
+        options.window = size(&json["window"]);
+        options.softcap = json["softcap"].as_f64();
+        if let Some(boundaries) = json["cu_seqlens"].as_array() {
+            let boundaries: Vec<usize> = boundaries.iter().filter_map(size).collect();
+            options = options.with_documents(Documents::from_cu_seqlens(&boundaries).unwrap());
+        }
+        Self { options, bytes }
     }
 
     pub fn tensor<const D: usize>(&self, name: &str, device: &Device) -> Tensor<D> {

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! for each stage of the schedule:
-//!     q_s = rotary(x Wq[:, heads of the stage])            [B, L, U, D]
+//!     q_s = rotary(norm(x Wq[:, heads of the stage]))      [B, L, U, D]
 //!     k_s, v_s = ... only the key/value heads that arrive
 //!     all-to-all                                           [B, S, heads of my rank, D]
 //!     o_s = flash(q_s, held k, held v)
@@ -24,6 +24,7 @@
 mod bytes;
 mod execute;
 mod given;
+mod head_norm;
 mod held;
 mod module;
 mod projection;
@@ -33,6 +34,7 @@ mod source;
 pub use bytes::{backward_bytes, forward_bytes, saved_bytes};
 pub use execute::{upipe, upipe_cross};
 pub use given::Given;
+pub use head_norm::HeadNorm;
 pub use module::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 pub use projection::{Projection, ProjectionWeights};
 pub use schedule::{RankStage, Schedule, Stage};

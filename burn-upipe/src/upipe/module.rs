@@ -2,14 +2,14 @@
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::{Device, Tensor};
 use burn_context_parallel::attention::{SequenceContext, current, ulysses};
 use burn_context_parallel::flash::{FlashOptions, flash_attention};
 use burn_context_parallel::sequence::{RotaryFrequencies, apply_rotary};
 use burn_context_parallel::{Error, OrRaise, Result};
 
-use super::{Projection, ProjectionWeights, Schedule, upipe};
+use super::{HeadNorm, Projection, ProjectionWeights, Schedule, upipe};
 
 const NAME: &str = "UPipeAttention";
 
@@ -55,13 +55,21 @@ pub struct UPipeAttentionConfig {
     pub causal: bool,
     /// Factor on scores; 1 / sqrt(D) if absent.
     pub scale: Option<f64>,
+    /// Norms on each head of q and k before they are rotated (Qwen3), with this epsilon; none if absent.
+    pub qk_norm: Option<f64>,
+    /// How many tokens a token looks back on, itself included (a sliding window); all if absent.
+    pub window: Option<usize>,
+    /// Bends scores to stay below this: `cap tanh(s / cap)`; not at all if absent.
+    pub softcap: Option<f64>,
 }
 
 /// Self-attention over a sequence that may lie on many ranks, with rotary positions.
 ///
 /// ```text
-/// y = concat_h(softmax(scale q_h k_h^T) v_h) Wo,  q_h = rotary(x Wq_h), k_h = rotary(x Wk_h), v_h = x Wv_h
+/// y = concat_h(softmax(scale q_h k_h^T) v_h) Wo,  q_h = rotary(norm(x Wq_h)), k_h = rotary(norm(x Wk_h)), v_h = x Wv_h
 /// ```
+///
+/// Biases, norms, rotary positions, a window and a softcap are each there or not.
 ///
 /// The sequence is the one of the [scope](burn_context_parallel::attention::ContextParallel::scope) in which it is called, or of the context
 /// given to [`forward_in`](Self::forward_in); outside any scope the input is a whole sequence from position 0.
@@ -75,6 +83,10 @@ pub struct UPipeAttention {
     pub v_proj: Linear,
     /// [H * D, E].
     pub o_proj: Linear,
+    /// On each query head, [D].
+    pub q_norm: Option<RmsNorm>,
+    /// On each key head, [D].
+    pub k_norm: Option<RmsNorm>,
     #[module(skip)]
     settings: Settings,
 }
@@ -94,7 +106,8 @@ impl UPipeAttentionConfig {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if a count is zero, G does not divide H, or the scale is not a number.
+    /// [`Error::Invalid`] if a count is zero, G does not divide H, the scale is not a number, or the norms' epsilon or the softcap is
+    /// not a positive one.
     pub fn init(&self, device: &Device) -> Result<UPipeAttention> {
         if self.d_model == 0 || self.head_dim == 0 {
             return Err(Error::invalid(
@@ -107,17 +120,34 @@ impl UPipeAttentionConfig {
         if self.scale.is_some_and(|scale| !scale.is_finite()) {
             return Err(Error::invalid(NAME, format!("scale {:?}", self.scale), "use a finite number, or None"));
         }
+        for (name, value) in [("qk_norm", self.qk_norm), ("softcap", self.softcap)] {
+            if value.is_some_and(|value| !(value.is_finite() && value > 0.0)) {
+                return Err(Error::invalid(NAME, format!("{name} {value:?}"), "use a positive number, or None"));
+            }
+        }
+        if self.window == Some(0) {
+            return Err(Error::invalid(NAME, "window 0", "use at least 1, the token itself, or None for no window"));
+        }
         let linear = |from: usize, to: usize, bias: bool| LinearConfig::new(from, to).with_bias(bias).init(device);
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let mut options = if self.causal { FlashOptions::causal() } else { FlashOptions::full() };
         if let Some(scale) = self.scale {
             options = options.with_scale(scale);
         }
+        if let Some(window) = self.window {
+            options = options.with_window(window);
+        }
+        if let Some(cap) = self.softcap {
+            options = options.with_softcap(cap);
+        }
+        let norm = || self.qk_norm.map(|epsilon| RmsNormConfig::new(self.head_dim).with_epsilon(epsilon).init(device));
         Ok(UPipeAttention {
             q_proj: linear(self.d_model, q, self.qkv_bias),
             k_proj: linear(self.d_model, kv, self.qkv_bias),
             v_proj: linear(self.d_model, kv, self.qkv_bias),
             o_proj: linear(q, self.d_model, self.output_bias),
+            q_norm: norm(),
+            k_norm: norm(),
             settings: Settings {
                 heads: self.heads,
                 kv_heads: self.kv_heads,
@@ -244,8 +274,12 @@ impl UPipeAttention {
         let [batch, local, _] = x.dims();
         let project =
             |linear: &Linear, heads: usize| linear.forward(x.clone()).reshape([batch, local, heads, *head_dim]);
-        let mut q = project(&self.q_proj, *heads);
-        let mut k = project(&self.k_proj, *kv_heads);
+        let norm = |x: Tensor<4>, norm: &Option<RmsNorm>| match norm {
+            Some(norm) => HeadNorm::of(norm).apply(x),
+            None => x,
+        };
+        let mut q = norm(project(&self.q_proj, *heads), &self.q_norm);
+        let mut k = norm(project(&self.k_proj, *kv_heads), &self.k_norm);
         let v = project(&self.v_proj, *kv_heads);
         drop(x);
         if let Some(frequencies) = rotary {
@@ -274,6 +308,7 @@ impl UPipeAttention {
             k: self.k_proj.weight.val(),
             v: self.v_proj.weight.val(),
             biases: [bias(&self.q_proj), bias(&self.k_proj), bias(&self.v_proj)],
+            norms: [&self.q_norm, &self.k_norm].map(|norm| norm.as_ref().map(HeadNorm::of)),
         };
         let (source, inputs) = Projection::new(x, weights, *head_dim, table);
         upipe(source, inputs, &schedule, options, context)

@@ -6,7 +6,7 @@ use burn_context_parallel::buffer::{accumulator, zeros};
 use burn_context_parallel::sequence::{RotaryTable, apply_rotary, apply_rotary_adjoint};
 use burn_context_parallel::vjp::{InputGradients, Inputs};
 
-use super::StageSource;
+use super::{HeadNorm, StageSource};
 
 /// Query, key and value projections as Burn's `Linear` holds them: [E, heads * D], and biases [heads * D].
 #[derive(Clone, Debug)]
@@ -19,13 +19,17 @@ pub struct ProjectionWeights {
     pub v: Tensor<2>,
     /// Of q [H * D], k [G * D] and v [G * D], each if there is one.
     pub biases: [Option<Tensor<1>>; 3],
+    /// Of each head of q and of k, each if there is one.
+    pub norms: [Option<HeadNorm>; 2],
 }
 
-/// The block's input `x` [B, L, E], and weights: a stage's heads are projected from it, rotated, and forgotten.
+/// The block's input `x` [B, L, E], and weights: a stage's heads are projected from it, normed, rotated, and forgotten.
 ///
 /// ```text
-/// q_h = rotary(x Wq[:, h D .. (h + 1) D] + bq)
+/// q_h = rotary(norm(x Wq[:, h D .. (h + 1) D] + bq))
 /// ```
+///
+/// In the backward pass heads with a norm are projected once more, for the norm's gradient.
 #[derive(Clone, Debug)]
 pub struct Projection {
     x: Tensor<2>,
@@ -43,6 +47,15 @@ struct Wanted {
     x: bool,
     weights: [bool; 3],
     biases: [bool; 3],
+    norms: [bool; 2],
+}
+
+impl Wanted {
+    /// Whether anything behind a norm is wanted, itself included.
+    fn behind(&self, which: Which) -> bool {
+        let at = which as usize;
+        self.x || self.weights[at] || self.biases[at] || self.norms.get(at).is_some_and(|wanted| *wanted)
+    }
 }
 
 /// What has been summed so far.
@@ -51,6 +64,7 @@ struct Gradients {
     x: Option<Tensor<2>>,
     weights: [Option<Tensor<2>>; 3],
     biases: [Option<Tensor<2>>; 3],
+    norms: [Option<Tensor<1>>; 2],
 }
 
 impl Projection {
@@ -60,10 +74,14 @@ impl Projection {
         for bias in weights.biases.iter().flatten() {
             inputs = inputs.input(bias);
         }
+        for norm in weights.norms.iter().flatten() {
+            inputs = inputs.input(&norm.gamma);
+        }
         let wanted = Wanted {
             x: x.is_tracked(),
             weights: [&weights.q, &weights.k, &weights.v].map(Tensor::is_tracked),
             biases: weights.biases.each_ref().map(|bias| bias.as_ref().is_some_and(Tensor::is_tracked)),
+            norms: weights.norms.each_ref().map(|norm| norm.as_ref().is_some_and(|norm| norm.gamma.is_tracked())),
         };
         let [rows, local, width] = x.dims();
         let weights = ProjectionWeights {
@@ -71,12 +89,14 @@ impl Projection {
             k: weights.k.inner(),
             v: weights.v.inner(),
             biases: weights.biases.map(|bias| bias.map(Tensor::inner)),
+            norms: weights.norms.map(|norm| norm.map(HeadNorm::inner)),
         };
         let x = x.inner().reshape([rows * local, width]);
         (Self { x, rows, dim, weights, rotary, wanted, gradients: Gradients::default() }, inputs)
     }
 
-    fn project(&self, weight: &Tensor<2>, bias: Option<&Tensor<1>>, heads: &[usize]) -> Tensor<4> {
+    fn project(&self, which: Which, heads: &[usize]) -> Tensor<4> {
+        let (weight, bias) = self.parts(which);
         let mut y = self.x.clone().matmul(columns(weight, heads, self.dim));
         if let Some(bias) = bias {
             y = y + columns(&bias.clone().unsqueeze_dim(0), heads, self.dim);
@@ -85,18 +105,41 @@ impl Projection {
         y.reshape([self.rows, local, heads.len(), self.dim])
     }
 
-    fn rotate(&self, x: Tensor<4>) -> Tensor<4> {
+    /// A projection as attention reads it: normed and rotated.
+    fn prepare(&self, which: Which, heads: &[usize]) -> Tensor<4> {
+        let mut y = self.project(which, heads);
+        if let Some(norm) = self.norm(which) {
+            y = norm.forward(y);
+        }
         match &self.rotary {
-            Some(table) => apply_rotary(x, table),
-            None => x,
+            Some(table) => apply_rotary(y, table),
+            None => y,
         }
     }
 
-    fn rotate_back(&self, dx: Tensor<4>) -> Tensor<4> {
-        match &self.rotary {
-            Some(table) => apply_rotary_adjoint(dx, table),
-            None => dx,
+    /// From the gradient of [`prepare`](Self::prepare) to that of the projection; adds what it gives to the norm.
+    fn unprepare(&mut self, which: Which, heads: &[usize], mut dy: Tensor<4>) -> Tensor<4> {
+        if let Some(table) = &self.rotary {
+            dy = apply_rotary_adjoint(dy, table);
         }
+        let Some(norm) = self.norm(which) else { return dy };
+        if !self.wanted.behind(which) {
+            return dy; // nobody asks for what comes of it
+        }
+        let wanted = self.wanted.norms[which as usize];
+        let (dy, d_gamma) = norm.backward(self.project(which, heads), dy, wanted);
+        if let Some(d_gamma) = d_gamma {
+            let slot = &mut self.gradients.norms[which as usize];
+            *slot = Some(match slot.take() {
+                Some(total) => total + d_gamma,
+                None => d_gamma,
+            });
+        }
+        dy
+    }
+
+    fn norm(&self, which: Which) -> Option<&HeadNorm> {
+        self.weights.norms.get(which as usize).and_then(Option::as_ref)
     }
 
     /// Adds what one projection's gradient `dy` [B, L, heads, D] gives to x, its weight and its bias.
@@ -134,7 +177,7 @@ impl Projection {
     }
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 enum Which {
     Q = 0,
     K = 1,
@@ -147,29 +190,26 @@ impl StageSource for Projection {
     }
 
     fn queries(&self, heads: &[usize]) -> Tensor<4> {
-        let (weight, bias) = self.parts(Which::Q);
-        self.rotate(self.project(weight, bias, heads))
+        self.prepare(Which::Q, heads)
     }
 
     fn keys_values(&self, heads: &[usize]) -> (Tensor<4>, Tensor<4>) {
-        let (k, k_bias) = self.parts(Which::K);
-        let (v, v_bias) = self.parts(Which::V);
-        (self.rotate(self.project(k, k_bias, heads)), self.project(v, v_bias, heads))
+        (self.prepare(Which::K, heads), self.project(Which::V, heads))
     }
 
     fn add_queries(&mut self, heads: &[usize], dq: Tensor<4>) {
-        let dq = self.rotate_back(dq);
+        let dq = self.unprepare(Which::Q, heads, dq);
         self.pull(Which::Q, heads, dq);
     }
 
     fn add_keys_values(&mut self, heads: &[usize], dk: Tensor<4>, dv: Tensor<4>) {
-        let dk = self.rotate_back(dk);
+        let dk = self.unprepare(Which::K, heads, dk);
         self.pull(Which::K, heads, dk);
         self.pull(Which::V, heads, dv);
     }
 
     fn into_gradients(self) -> InputGradients {
-        let Gradients { x, weights, biases } = self.gradients;
+        let Gradients { x, weights, biases, norms } = self.gradients;
         let [_, width] = self.x.dims();
         let dtype = self.x.dtype();
         let x = x.map(|x| {
@@ -181,6 +221,11 @@ impl StageSource for Projection {
         for (bias, grad) in self.weights.biases.iter().zip(biases) {
             if bias.is_some() {
                 gradients.push(grad.map(|grad| grad.cast(dtype).squeeze_dim::<1>(0).into_dispatch()));
+            }
+        }
+        for (norm, grad) in self.weights.norms.iter().zip(norms) {
+            if norm.is_some() {
+                gradients.push(grad.map(|grad| grad.cast(dtype).into_dispatch()));
             }
         }
         gradients

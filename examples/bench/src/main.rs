@@ -2,8 +2,9 @@
 //! technique saves of a whole training step.
 //!
 //! ```text
-//! cargo run --release -p bench -- upipe [--seq-len N] [--ranks N] [--heads-per-stage U ..]
+//! cargo run --release -p bench -- upipe [--seq-len N] [--ranks N] [--heads-per-stage U ..] [--svg FILE]
 //! cargo run --release -p bench -- flash [--seq-len N ..]
+//! cargo run --release -p bench -- masks [--seq-len N ..] [--window N]
 //! cargo run --release -p bench -- memory [--seq-len N ..] [--svg FILE]
 //! ```
 //!
@@ -11,9 +12,11 @@
 //! times are medians. Memory is counted by the allocator: the most heap bytes alive above those at the start, of all ranks.
 
 mod flash;
+mod masks;
 mod measure;
 mod memory;
 mod picture;
+mod sweep;
 mod upipe;
 
 use std::io::{self, Write};
@@ -40,6 +43,8 @@ enum What {
     Upipe(upipe::Args),
     /// Flash attention against the O(S^2) path and against Burn's own attention, on one device.
     Flash(flash::Args),
+    /// Flash attention under windows and documents, against causal attention of the same length.
+    Masks(masks::Args),
     /// The memory of one training step, with one technique after the other.
     Memory(memory::Args),
 }
@@ -53,6 +58,7 @@ fn main() -> ExitCode {
     let result = match Args::parse().what {
         What::Upipe(args) => upipe::run(&args),
         What::Flash(args) => flash::run(&args),
+        What::Masks(args) => masks::run(&args),
         What::Memory(args) => memory::run(&args),
     };
     let written = match result {

@@ -3,6 +3,7 @@
 //! S sequence, L local sequence, P ranks, H query heads, G key/value heads, D head dimension, E model width, U query heads a stage.
 
 use std::fmt::Write;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -17,6 +18,7 @@ use burn_upipe::upipe::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 
 use crate::measure::{Samples, agree, order, table};
 use crate::refuse;
+use crate::sweep::{self, Point};
 
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
@@ -35,9 +37,12 @@ pub struct Args {
     /// Head dimension, D; the model's width is H * D.
     #[arg(long, default_value_t = 16)]
     head_dim: usize,
-    /// Query heads (over all ranks) a stage, U; several are measured side by side. Default: one and two a rank.
+    /// Query heads (over all ranks) a stage, U; several are measured side by side. Default: one a rank, two, four, up to all heads.
     #[arg(long, num_args = 1..)]
     heads_per_stage: Vec<usize>,
+    /// Where to draw memory and throughput over U.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
     /// Measured turns, after one that is not.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
@@ -58,7 +63,11 @@ struct Result0 {
 
 pub fn run(args: &Args) -> Result<String> {
     let stages = match &args.heads_per_stage[..] {
-        [] => vec![args.ranks, 2 * args.ranks],
+        // Whatever the ranks, the widest stage has all heads.
+        [] => std::iter::successors(Some(args.ranks.max(1)), |u| u.checked_mul(2))
+            .take_while(|u| *u < args.heads)
+            .chain([args.heads])
+            .collect(),
         given => given.to_vec(),
     };
     if let Some(u) = stages.iter().find(|u| !(1..=args.heads).contains(*u)) {
@@ -75,7 +84,7 @@ pub fn run(args: &Args) -> Result<String> {
 
     let mut out = format!(
         "one attention layer, forward and backward (f32, causal, rotary): S {}, P {} ranks (threads), E {}, {}/{} heads of {}\n\
-         medians of {} turns; peak: bytes above those at the start, all ranks together\n\n",
+         medians of {} turns; peak: bytes above those at the start, each rank's own, summed over ranks\n\n",
         args.seq_len,
         args.ranks,
         args.heads * args.head_dim,
@@ -104,10 +113,27 @@ pub fn run(args: &Args) -> Result<String> {
         ]);
     }
     write!(out, "{rows}")?;
+    if let Some(path) = &args.svg {
+        let point = |heads: usize, side: &Result0| Point {
+            heads,
+            tokens_per_s: args.seq_len as f64 / side.samples.seconds(),
+            peak_mib: side.samples.mib(),
+        };
+        let mut points: Vec<Point> = stages.iter().zip(&sides[1..]).map(|(u, side)| point(*u, side)).collect();
+        points.sort_by_key(|point| point.heads);
+        let title = format!(
+            "One attention layer, forward and backward: S {}, {} ranks, {}/{} heads of {}",
+            args.seq_len, args.ranks, args.heads, args.kv_heads, args.head_dim
+        );
+        sweep::draw(path, &title, &points, point(args.heads, &sides[0]))?;
+        write!(out, "\n\n{}", path.display())?;
+    }
     Ok(out)
 }
 
 fn rank(args: &Args, schemes: &[AttentionScheme], world: &ProcessGroup) -> Result<Vec<Result0>> {
+    // Ranks share a heap here, and would not elsewhere; which of them are at their peaks together is a matter of chance.
+    let _owned = heap::own(world.rank());
     let device = Device::flex().autodiff();
     let layout = SequenceLayout::contiguous(args.seq_len, args.ranks)?;
     let local = layout.local_len(world.rank());
@@ -146,19 +172,27 @@ fn rank(args: &Args, schemes: &[AttentionScheme], world: &ProcessGroup) -> Resul
             let side = &mut sides[index];
             world.reset_traffic();
             world.barrier()?;
-            let before = heap::in_use();
             if world.rank() == 0 {
                 heap::reset_peak();
             }
             world.barrier()?;
+            let before = heap::in_use_by(world.rank());
             let started = Instant::now();
             drop(step(&side.module, &x, &dy, &context)?);
             world.barrier()?;
-            side.samples.add(started.elapsed().as_secs_f64(), heap::peak().saturating_sub(before));
+            let seconds = started.elapsed().as_secs_f64();
+            let peak = heap::peak_by(world.rank()).saturating_sub(before);
+            side.samples.add(seconds, sum(peak, world)?);
             side.sent = world.traffic().total().sent;
         }
     }
     Ok(sides.into_iter().map(|side| Result0 { samples: side.samples, sent: side.sent }).collect())
+}
+
+/// Over all ranks.
+fn sum(bytes: usize, world: &ProcessGroup) -> Result<usize> {
+    let all = world.all_gather(TensorData::from([bytes as f64]))?;
+    Ok(all.iter().flat_map(|data| data.iter::<f64>()).sum::<f64>() as usize)
 }
 
 /// Forward and backward: dx. Gradients of weights are computed, too.

@@ -171,13 +171,7 @@ impl Plan {
 
     /// Parameters of the model.
     pub fn parameters(&self) -> usize {
-        let c = &self.config;
-        let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
-        let (e, f) = (c.hidden_size, c.intermediate_size);
-        let attention = 2 * e * q + 2 * e * kv + if c.attention_bias { q + 2 * kv + e } else { 0 };
-        let mlp = 3 * e * f + if c.mlp_bias { 2 * f + e } else { 0 };
-        let tables = if c.tie_word_embeddings { 1 } else { 2 };
-        tables * c.vocab_size * e + c.num_hidden_layers * (attention + mlp + 2 * e) + e
+        self.config.num_params()
     }
 }
 

@@ -46,21 +46,23 @@ pub struct Mlp {
 
 impl Block {
     /// A block with random weights that are not drawn yet: loading replaces them before they exist.
-    pub(crate) fn lazy(config: &LlamaConfig, device: &Device) -> Result<Self> {
+    pub(crate) fn lazy(config: &LlamaConfig, layer: usize, device: &Device) -> Result<Self> {
         let norm = || TiledNorm::new(norm(config, device), None);
         let (width, inner) = (config.hidden_size, config.intermediate_size);
-        let (q, kv) = (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim);
-        let mut self_attn =
-            UPipeAttentionConfig::new(width, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-                .with_qkv_bias(config.attention_bias)
-                .with_output_bias(config.attention_bias)
-                .init(device)?
-                .with_rotary(config.frequencies()?)?;
-        // The module knows no initialisation but its own; Llama's is normal.
-        self_attn.q_proj = linear(config, width, q, config.attention_bias, device);
-        self_attn.k_proj = linear(config, width, kv, config.attention_bias, device);
-        self_attn.v_proj = linear(config, width, kv, config.attention_bias, device);
-        self_attn.o_proj = linear(config, q, width, config.attention_bias, device);
+        let (heads, kv_heads, dim) = (config.num_attention_heads, config.num_key_value_heads, config.head_dim);
+        let (qkv_bias, output_bias) = (config.qkv_bias(), config.output_bias());
+        let mut self_attn = UPipeAttentionConfig::new(width, heads, kv_heads, dim)
+            .with_qkv_bias(qkv_bias)
+            .with_output_bias(output_bias)
+            .with_qk_norm(config.qk_norm())
+            .with_window(config.window(layer))
+            .init(device)?
+            .with_rotary(config.frequencies()?)?;
+        // The module knows no initialisation but its own; these models' is normal.
+        self_attn.q_proj = linear(config, width, heads * dim, qkv_bias, device);
+        self_attn.k_proj = linear(config, width, kv_heads * dim, qkv_bias, device);
+        self_attn.v_proj = linear(config, width, kv_heads * dim, qkv_bias, device);
+        self_attn.o_proj = linear(config, heads * dim, width, output_bias, device);
         let mlp = Mlp {
             gate_proj: linear(config, width, inner, config.mlp_bias, device),
             up_proj: linear(config, width, inner, config.mlp_bias, device),

@@ -30,8 +30,8 @@
 //!
 //! # Limits
 //!
-//! `model_type` "llama" only, one `model.safetensors`, rotary scaling "default" or "llama3". What a folder asks for beyond that is
-//! [`LlamaError::Unsupported`], never ignored.
+//! The families of [`Family`], rotary scaling "default", "linear", "llama3" or "yarn", safetensors. What a folder asks for beyond
+//! that is [`LlamaError::Unsupported`], never ignored.
 
 mod block;
 mod config;
@@ -41,15 +41,16 @@ mod model;
 mod names;
 mod optim;
 mod parallel;
-mod rope;
+pub mod precision;
 mod save;
+mod shards;
 
 pub use block::{Block, Mlp};
-pub use config::LlamaConfig;
+pub use burn_context_parallel::sequence::RotaryScaling;
+pub use config::{Family, LlamaConfig};
 pub use error::{LlamaError, Result};
-pub use load::{LoadReport, Missing, load};
+pub use load::{LoadReport, Missing, load, load_as};
 pub use model::Llama;
 pub use names::{hf_name, named_gradients};
 pub use optim::{adamw, clip_grad_norm};
 pub use parallel::{AttentionScheme, ParallelConfig, parallelize};
-pub use rope::{RopeScaling, frequencies};

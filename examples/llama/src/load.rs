@@ -1,22 +1,24 @@
 //! Weights from a Hugging Face folder, with a report of what went where.
 
+use std::collections::BTreeSet;
 use std::fmt;
-use std::io;
 use std::path::Path;
 
 use burn::tensor::{DType, Device};
-use burn_store::{ApplyError, FloatCastAdapter, ModuleAdapter, ModuleSnapshot, PyTorchToBurnAdapter, SafetensorsStore};
+use burn_context_parallel::Error;
+use burn_store::{
+    ApplyError, ApplyResult, FloatCastAdapter, ModuleAdapter, ModuleSnapshot, PyTorchToBurnAdapter, SafetensorsStore,
+};
 
-use crate::config::LlamaConfig;
+use crate::config::{LlamaConfig, nearest};
 use crate::error::{LlamaError, Result};
 use crate::model::Llama;
 use crate::names::{hf_name, is_transposed, to_module};
 use crate::parallel::{ParallelConfig, parallelize};
+use crate::shards;
 
 /// The name of the configuration in a model folder.
 pub(crate) const CONFIG: &str = "config.json";
-/// The name of the weights in a model folder.
-pub(crate) const WEIGHTS: &str = "model.safetensors";
 
 /// What loading did, under Hugging Face's names. Whoever holds one from [`load`] has a complete model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -83,53 +85,99 @@ fn list(f: &mut fmt::Formatter<'_>, what: &str, names: Vec<String>) -> fmt::Resu
     Ok(())
 }
 
-/// The model of a Hugging Face folder (`config.json` and `model.safetensors`) on `device`, in the device's float type.
+/// The model of a Hugging Face folder on `device`, in the device's float type (f32, unless the device is configured otherwise),
+/// whatever type the file has. [`load_as`] chooses the type.
 ///
-/// Use an autodiff device for training.
+/// The folder has `config.json`, and `model.safetensors` or shards with `model.safetensors.index.json`. Use an autodiff device for
+/// training.
 ///
 /// # Errors
 ///
 /// [`LlamaError::File`] if a file is absent, [`LlamaError::Config`] or [`LlamaError::Unsupported`] for what the configuration says,
-/// [`LlamaError::Weights`] for a truncated or damaged file, [`LlamaError::Mismatch`] with the whole report if a
-/// parameter is missing, a tensor is unused, or a shape is wrong; [`LlamaError::Core`] if `parallel` does not fit.
+/// [`LlamaError::Weights`] for a truncated or damaged file or an index that does not fit its shards, [`LlamaError::Mismatch`] with
+/// the whole report if a parameter is missing, a tensor is unused, or a shape is wrong; [`LlamaError::Core`] if `parallel` does
+/// not fit.
 ///
 /// # Memory
 ///
 /// The model, and one tensor of the file at a time.
 pub fn load(folder: &Path, parallel: &ParallelConfig, device: &Device) -> Result<(Llama, LoadReport)> {
+    load_as(folder, parallel, device, device.settings().float_dtype.into())
+}
+
+/// [`load`], with weights of type `dtype`: f32, bf16, f16 or f64, exactly or rounded once.
+///
+/// To train in bf16 load the master weights in f32, and see [`precision`](crate::precision).
+///
+/// # Errors
+///
+/// As [`load`], and [`LlamaError::Core`] if `dtype` is none of these.
+///
+/// # Memory
+///
+/// As [`load`].
+pub fn load_as(folder: &Path, parallel: &ParallelConfig, device: &Device, dtype: DType) -> Result<(Llama, LoadReport)> {
+    if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16 | DType::F64) {
+        return Err(Error::unsupported("llama::load_as", format!("{dtype:?}"), "use F32, BF16, F16 or F64").into());
+    }
     let config = LlamaConfig::read(&folder.join(CONFIG))?;
-    let path = folder.join(WEIGHTS);
-    expect_file(folder, &path)?;
+    let files = shards::find(folder)?;
     // Parallelized first: a configuration that does not fit is known before gigabytes are read.
     let mut model = parallelize(Llama::lazy(&config, device)?, parallel)?;
-    let float: DType = device.settings().float_dtype.into();
-    let mut store = SafetensorsStore::from_file(&path)
-        .remap(to_module())
-        .with_from_adapter(PyTorchToBurnAdapter.chain(FloatCastAdapter::to(float)))
-        .allow_partial(true)
-        .validate(false); // the report has it all
-    let result = model
-        .load_from(&mut store)
-        .map_err(|error| LlamaError::Weights { path: path.clone(), problem: error.to_string() })?;
-
-    let (ignored, unused): (Vec<_>, Vec<_>) =
-        names(result.unused.iter()).into_iter().partition(|name| is_redundant(name, &config));
-    let missing = names(result.missing.iter().map(|(name, _)| name))
-        .into_iter()
-        .map(|name| Missing { did_you_mean: similar(&name, &unused), name })
-        .collect();
-    let report = LoadReport {
-        applied: names(result.applied.iter()),
-        missing,
-        unused,
-        ignored,
-        errors: result.errors.iter().map(describe).collect(),
-    };
-    if !report.is_complete() {
-        return Err(LlamaError::Mismatch { path, report: Box::new(report) });
+    let mut found = Found::default();
+    for path in files.paths {
+        let mut store = SafetensorsStore::from_file(&path)
+            .remap(to_module())
+            .with_from_adapter(PyTorchToBurnAdapter.chain(FloatCastAdapter::to(dtype)))
+            .allow_partial(true)
+            .validate(false); // the report has it all
+        let result = model
+            .load_from(&mut store)
+            .map_err(|error| LlamaError::Weights { path: path.clone(), problem: error.to_string() })?;
+        found.add(result);
     }
-    log::info!("{}: {report}", path.display());
+    let report = found.report(&config);
+    if !report.is_complete() {
+        return Err(LlamaError::Mismatch { path: files.named, report: Box::new(report) });
+    }
+    log::info!("{}: {report}", files.named.display());
     Ok((model, report))
+}
+
+/// What the files together had.
+#[derive(Default)]
+struct Found {
+    applied: Vec<String>,
+    /// In no file so far; `None` before the first.
+    missing: Option<BTreeSet<String>>,
+    unused: Vec<String>,
+    errors: Vec<String>,
+}
+
+impl Found {
+    fn add(&mut self, result: ApplyResult) {
+        let missing: BTreeSet<String> = result.missing.into_iter().map(|(path, _)| path).collect();
+        self.missing = Some(match self.missing.take() {
+            Some(before) => &before & &missing,
+            None => missing,
+        });
+        self.applied.extend(result.applied);
+        self.unused.extend(result.unused);
+        self.errors.extend(result.errors.iter().map(describe));
+    }
+
+    fn report(self, config: &LlamaConfig) -> LoadReport {
+        let (ignored, unused): (Vec<_>, Vec<_>) =
+            names(self.unused.iter()).into_iter().partition(|name| is_redundant(name, config));
+        let missing = names(self.missing.unwrap_or_default().iter())
+            .into_iter()
+            .map(|name| {
+                let similar = nearest(&name, unused.iter().map(String::as_str)).map(str::to_owned);
+                Missing { did_you_mean: similar, name }
+            })
+            .collect();
+        LoadReport { applied: names(self.applied.iter()), missing, unused, ignored, errors: self.errors }
+    }
 }
 
 /// Hugging Face's names, in their own order.
@@ -137,28 +185,6 @@ fn names<'a>(paths: impl Iterator<Item = &'a String>) -> Vec<String> {
     let mut names: Vec<String> = paths.map(|path| hf_name(path)).collect();
     names.sort();
     names
-}
-
-fn expect_file(folder: &Path, path: &Path) -> Result<()> {
-    if path.is_file() {
-        return Ok(());
-    }
-    for (other, what) in [
-        ("model.safetensors.index.json", "a sharded model"),
-        ("pytorch_model.bin", "a PyTorch pickle"),
-        ("pytorch_model.bin.index.json", "a sharded PyTorch pickle"),
-    ] {
-        let other = folder.join(other);
-        if other.exists() {
-            return Err(LlamaError::unsupported(
-                &other,
-                what,
-                "save it with transformers as one model.safetensors (save_pretrained, max_shard_size=\"1TB\")",
-            ));
-        }
-    }
-    let error = io::Error::new(io::ErrorKind::NotFound, "no such file");
-    Err(LlamaError::file(path, error, "give a folder that holds config.json and model.safetensors"))
 }
 
 fn is_redundant(name: &str, config: &LlamaConfig) -> bool {
@@ -184,42 +210,5 @@ fn describe(error: &ApplyError) -> String {
         ApplyError::AdapterError { path, message } | ApplyError::LoadError { path, message } => {
             format!("{}: {message}", hf_name(path))
         }
-    }
-}
-
-/// The candidate that is fewest edits away, if those are few.
-fn similar(name: &str, candidates: &[String]) -> Option<String> {
-    candidates
-        .iter()
-        .map(|candidate| (edits(name, candidate), candidate))
-        .min()
-        .filter(|(distance, _)| *distance <= name.len() / 3)
-        .map(|(_, candidate)| candidate.clone())
-}
-
-/// Levenshtein distance, in bytes.
-fn edits(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.bytes().enumerate() {
-            let next = (diagonal + usize::from(x != y)).min(row[j] + 1).min(row[j + 1] + 1);
-            diagonal = row[j + 1];
-            row[j + 1] = next;
-        }
-    }
-    row[b.len()]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn edits_counts_what_was_changed() {
-        assert_eq!(edits("kitten", "sitting"), 3);
-        assert_eq!(edits("", "abc"), 3);
-        assert_eq!(edits("same", "same"), 0);
     }
 }

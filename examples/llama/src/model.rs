@@ -66,7 +66,7 @@ impl Llama {
     pub(crate) fn lazy(config: &LlamaConfig, device: &Device) -> Result<Self> {
         config.check()?;
         let layers = (0..config.num_hidden_layers)
-            .map(|_| Ok(Checkpointed::new(Block::lazy(config, device)?).enabled(false)))
+            .map(|layer| Ok(Checkpointed::new(Block::lazy(config, layer, device)?).enabled(false)))
             .collect::<Result<_>>()?;
         let lm_head = (!config.tie_word_embeddings)
             .then(|| block::linear(config, config.hidden_size, config.vocab_size, false, device));

@@ -9,9 +9,10 @@ use burn_store::{BurnToPyTorchAdapter, ModuleSnapshot, SafetensorsStore};
 use serde_json::Value;
 
 use crate::error::{LlamaError, Result};
-use crate::load::{CONFIG, WEIGHTS};
+use crate::load::CONFIG;
 use crate::model::Llama;
 use crate::names::to_hf;
+use crate::shards::WEIGHTS;
 
 const REMEDY: &str = "give a folder that can be written and has room for the weights";
 

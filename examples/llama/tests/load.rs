@@ -7,7 +7,7 @@ use std::path::Path;
 
 use burn::tensor::Device;
 use common::{edited, folder};
-use llama::{LlamaConfig, LlamaError, ParallelConfig, RopeScaling, load};
+use llama::{LlamaConfig, LlamaError, ParallelConfig, RotaryScaling, load};
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -156,18 +156,18 @@ fn absent_files_are_errors_that_name_what_should_be_there() {
     let error = try_load(copy.path()).unwrap_err();
     assert!(matches!(error, LlamaError::File { .. }) && error.to_string().contains("model.safetensors"), "{error}");
 
-    fs::write(copy.path().join("model.safetensors.index.json"), "{}").unwrap();
+    fs::write(copy.path().join("pytorch_model.bin"), "").unwrap();
     let error = try_load(copy.path()).unwrap_err();
-    assert!(error.is_unsupported() && error.to_string().contains("sharded"), "{error}");
+    assert!(error.is_unsupported() && error.to_string().contains("PyTorch pickle"), "{error}");
 }
 
 #[rstest]
-#[case(json!({"model_type": "mistral"}), "mistral")]
+#[case(json!({"model_type": "gemma3"}), "gemma3")]
 #[case(json!({"hidden_act": "gelu"}), "gelu")]
 #[case(json!({"attention_dropout": 0.1}), "attention_dropout 0.1")]
 #[case(json!({"sliding_window": 4096}), "sliding_window 4096")]
 #[case(json!({"quantization_config": {"bits": 4}}), "quantization_config")]
-#[case(json!({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}), "yarn")]
+#[case(json!({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}), "dynamic")]
 #[case(json!({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}), "partial_rotary_factor")]
 fn what_is_not_built_is_named(#[case] changes: Value, #[case] named: &str) {
     let error = LlamaConfig::parse(&config(changes), Path::new("somewhere/config.json")).unwrap_err();
@@ -208,7 +208,7 @@ fn what_is_not_json_is_an_error(#[case] text: &str) {
 fn the_older_layout_means_the_same() {
     let newer = fs::read_to_string(folder("llama_scaled_tied").join("config.json")).unwrap();
     let newer = LlamaConfig::parse(&newer, Path::new("c")).unwrap();
-    assert!(matches!(newer.rope_scaling, RopeScaling::Llama3 { .. }));
+    assert!(matches!(newer.rope_scaling, RotaryScaling::Llama3 { .. }));
     let mut older = newer.to_json();
     let fields = older.as_object_mut().unwrap();
     let mut rope = fields.remove("rope_parameters").unwrap();

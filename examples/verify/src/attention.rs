@@ -9,7 +9,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use burn_context_parallel::attention::ulysses;
 use burn_context_parallel::flash::{FlashOptions, flash_attention_with_lse};
 use burn_context_parallel::group::{ProcessGroup, launch};
-use burn_context_parallel::sequence::SequenceLayout;
+use burn_context_parallel::sequence::{Documents, SequenceLayout};
 use burn_context_parallel::vjp::pullback;
 use burn_context_parallel::{Error, Result};
 use burn_upipe::upipe::{Given, Schedule, upipe_cross};
@@ -40,8 +40,9 @@ type Part = ([Tensor<4>; 4], Option<Tensor<3>>);
 
 /// Runs the case in `path`.
 pub fn run(path: &Path, plan: &Plan) -> std::result::Result<Vec<Measure>, Trouble> {
-    let options = options(path)?;
     let reference = Reference::read(path)?;
+    let shape = reference.get::<4>("q")?.shape().to_vec();
+    let options = options(path, shape[2])?;
     let wanted =
         [reference.get::<4>("out")?, reference.get::<4>("dq")?, reference.get::<4>("dk")?, reference.get::<4>("dv")?];
     let lse = reference.get::<3>("lse")?;
@@ -52,6 +53,7 @@ pub fn run(path: &Path, plan: &Plan) -> std::result::Result<Vec<Measure>, Troubl
         SequenceLayout::contiguous(data.shape()[2], plan.ranks).map_err(|error| Trouble::from_error(&error))
     };
     let gradient = GRADIENT.max(4.0 * 2f64.powi(-24) * largest_score(&q, &k, &options));
+    let floors = floors(&q, &k, &v, &d_out, &options);
     let (q_layout, kv_layout) = (layout(&q)?, layout(&k)?);
     let case = Arc::new(Case { q, k, v, d_out, options, q_layout, kv_layout, plan: plan.clone() });
 
@@ -66,7 +68,7 @@ pub fn run(path: &Path, plan: &Plan) -> std::result::Result<Vec<Measure>, Troubl
         let tensors: Vec<Tensor<4>> = parts.iter().map(|(tensors, _)| tensors[index].clone()).collect();
         let got = layout.assemble(&tensors, 2).into_data();
         let limit = if index == 0 { OUTPUT } else { gradient };
-        measures.push(Measure::new(kinds[index], name, &got, &wanted[index], limit));
+        measures.push(Measure::above(floors[index], kinds[index], name, &got, &wanted[index], limit));
     }
     if let (Scheme::Single, Some(got)) = (plan.scheme, &parts[0].1) {
         measures.push(Measure::new("attention.lse", "lse", &got.to_data(), &lse, OUTPUT));
@@ -127,35 +129,45 @@ impl Case {
     }
 }
 
-/// The options of a case; those that are not built are named.
-fn options(path: &Path) -> std::result::Result<FlashOptions, Trouble> {
+/// The options of a case with `s_q` queries; those that are not built are named.
+fn options(path: &Path, s_q: usize) -> std::result::Result<FlashOptions, Trouble> {
     let metadata = file::metadata(path).map_err(Trouble::Failed)?;
     let text = metadata.get("options").map_or("", String::as_str);
     let failed = |problem: String| Trouble::Failed(format!("options {text}: {problem}: make the file again"));
     let fields: Map<String, Value> = serde_json::from_str(text).map_err(|error| failed(error.to_string()))?;
     let mut options = FlashOptions::full();
-    let (mut q_offset, mut k_offset) = (0, 0);
     let mut unbuilt = Vec::new();
     for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
         let wrong = || failed(format!("{name} is {value}"));
+        let size = || value.as_u64().and_then(|size| usize::try_from(size).ok()).ok_or_else(wrong);
         match name.as_str() {
-            "causal" if value.as_bool().ok_or_else(wrong)? => {
-                options = match options.scale {
-                    Some(scale) => FlashOptions::causal().with_scale(scale),
-                    None => FlashOptions::causal(),
-                }
+            "causal" => options.causal = value.as_bool().ok_or_else(wrong)?,
+            "scale" => options.scale = Some(value.as_f64().ok_or_else(wrong)?),
+            "softcap" => options.softcap = Some(value.as_f64().ok_or_else(wrong)?),
+            "q_offset" => options.q_offset = value.as_i64().ok_or_else(wrong)?,
+            "k_offset" => options.k_offset = value.as_i64().ok_or_else(wrong)?,
+            "window" => options.window = Some(size()?),
+            "cu_seqlens" => {
+                let boundaries: Vec<usize> = serde_json::from_value(value.clone()).map_err(|_| wrong())?;
+                let documents = documents(boundaries, s_q).map_err(|error| failed(error.to_string()))?;
+                options = options.with_documents(documents);
             }
-            "causal" => {}
-            "scale" => options = options.with_scale(value.as_f64().ok_or_else(wrong)?),
-            "q_offset" => q_offset = value.as_i64().ok_or_else(wrong)?,
-            "k_offset" => k_offset = value.as_i64().ok_or_else(wrong)?,
             _ => unbuilt.push(format!("{name} {value}")),
         }
     }
     if !unbuilt.is_empty() {
         return Err(Trouble::Unsupported(unbuilt.join(", ")));
     }
-    Ok(options.with_offsets(q_offset, k_offset))
+    Ok(options)
+}
+
+/// Documents between boundaries; what comes after the last boundary is one more document, as the references have it.
+fn documents(mut boundaries: Vec<usize>, len: usize) -> Result<Documents> {
+    match boundaries.last() {
+        Some(last) if *last < len => boundaries.push(len),
+        _ => {}
+    }
+    Documents::from_cu_seqlens(&boundaries)
 }
 
 fn expect_shapes(
@@ -195,10 +207,21 @@ fn largest_score(q: &TensorData, k: &TensorData, options: &FlashOptions) -> f64 
                 for j in (0..s_k).filter(|j| options.sees(b, i, *j)) {
                     let column = ((b * kv_heads + g) * s_k + j) * dim;
                     let score: f64 = q[row..row + dim].iter().zip(&k[column..column + dim]).map(|(q, k)| q * k).sum();
-                    largest = largest.max((score * scale).abs());
+                    let score = (score * scale).abs();
+                    largest = largest.max(options.softcap.map_or(score, |cap| cap * (score / cap).tanh()));
                 }
             }
         }
     }
     largest
+}
+
+/// How small the largest magnitude of out, dq, dk and dv may be before differences are measured against the terms they are made
+/// of instead: a query that sees one key has a dq of exactly 0, and references hold the rounding of two terms that cancel.
+fn floors(q: &TensorData, k: &TensorData, v: &TensorData, d_out: &TensorData, options: &FlashOptions) -> [f64; 4] {
+    const CANCELLED: f64 = 1e-3;
+    let largest = |data: &TensorData| data.iter::<f64>().fold(0.0, |max: f64, value| max.max(value.abs()));
+    let dim = q.shape()[3];
+    let d_scores = largest(v) * largest(d_out) * (dim as f64).sqrt() * options.resolved_scale(dim).abs();
+    [0.0, CANCELLED * d_scores * largest(k), CANCELLED * d_scores * largest(q), 0.0]
 }

@@ -109,8 +109,15 @@ impl Plan {
 }
 
 fn main() -> ExitCode {
-    let args = Args::parse();
-    let plan = Plan::new(&args).unwrap_or_else(|error| error.exit());
+    let (args, plan) = match Args::try_parse().and_then(|args| Plan::new(&args).map(|plan| (args, plan))) {
+        Ok(request) => request,
+        // Help and version.
+        Err(error) if !error.use_stderr() => error.exit(),
+        Err(error) => {
+            complain(&one_line(&error.to_string()));
+            return ExitCode::from(2);
+        }
+    };
     let cases = match find(&args.folder) {
         Ok(cases) => cases,
         Err(error) => {
@@ -146,6 +153,14 @@ fn main() -> ExitCode {
         (_, _, true) => ExitCode::SUCCESS,
         (_, _, false) => ExitCode::FAILURE,
     }
+}
+
+/// Clap's message with fault and remedy in one line.
+fn one_line(message: &str) -> String {
+    let told =
+        message.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));
+    let told: Vec<&str> = told.filter(|line| !line.is_empty()).collect();
+    format!("{}: see --help", told.join(": ").trim_end_matches('.'))
 }
 
 fn complain(message: &str) {

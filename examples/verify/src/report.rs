@@ -50,7 +50,19 @@ impl Trouble {
 impl Measure {
     /// Compares `got` with `want`, relative to the largest finite magnitude of `want`.
     pub fn new(kind: &'static str, name: impl Into<String>, got: &TensorData, want: &TensorData, limit: f64) -> Self {
-        Self { kind, name: name.into(), error: relative_error(got, want), limit }
+        Self::above(0.0, kind, name, got, want, limit)
+    }
+
+    /// [`new`](Self::new), where magnitudes below `floor` count as `floor`.
+    pub fn above(
+        floor: f64,
+        kind: &'static str,
+        name: impl Into<String>,
+        got: &TensorData,
+        want: &TensorData,
+        limit: f64,
+    ) -> Self {
+        Self { kind, name: name.into(), error: relative_error(got, want, floor), limit }
     }
 
     fn passed(&self) -> bool {
@@ -59,12 +71,12 @@ impl Measure {
 }
 
 /// Infinite for different shapes, NaN, and infinities in different places.
-fn relative_error(got: &TensorData, want: &TensorData) -> f64 {
+fn relative_error(got: &TensorData, want: &TensorData, floor: f64) -> f64 {
     if got.shape() != want.shape() {
         return f64::INFINITY;
     }
     let largest =
-        want.iter::<f64>().filter(|value| value.is_finite()).fold(0.0, |max: f64, value| max.max(value.abs()));
+        want.iter::<f64>().filter(|value| value.is_finite()).fold(floor, |max: f64, value| max.max(value.abs()));
     let mut worst = 0.0f64;
     for (got, want) in got.iter::<f64>().zip(want.iter::<f64>()) {
         if got == want {

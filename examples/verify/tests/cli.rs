@@ -69,11 +69,14 @@ fn attention_cases_pass_and_cross_lengths_are_among_them(#[case] args: &str) {
         "causal_q_block",
         "causal_block_all_masked_rows",
         "large_scores",
+        "window",
+        "documents",
+        "softcap",
     ]);
     let output = verify(folder.path(), args);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
     let json = json(&output);
-    assert_eq!(json["passed"], 6);
+    assert_eq!(json["passed"], 9);
     assert!(json["worst"]["attention.out"].as_f64().unwrap() <= 2e-5);
     assert!(json["worst"]["attention.gradient"].as_f64().is_some());
     assert_eq!(json["worst"]["attention.lse"].is_null(), !args.contains("single"));
@@ -81,15 +84,19 @@ fn attention_cases_pass_and_cross_lengths_are_among_them(#[case] args: &str) {
 
 #[test]
 fn options_that_are_not_built_are_named_counted_and_fail_the_run() {
-    let folder = cases(&["causal", "window", "documents", "softcap"]);
+    let folder = cases(&["causal"]);
+    // In place of an option's name one that nobody knows; the header keeps its length.
+    let bytes = fs::read(reference().join("attention/softcap.safetensors")).unwrap();
+    let at = bytes.windows(7).position(|part| part == b"softcap").unwrap();
+    let mut other = bytes;
+    other[at..at + 7].copy_from_slice(b"alibi_m");
+    fs::write(folder.path().join("alibi.safetensors"), other).unwrap();
     let output = verify(folder.path(), "--attention single");
     assert_eq!(output.status.code(), Some(1));
     let json = json(&output);
-    assert_eq!((&json["cases"], &json["passed"], &json["unsupported"]), (&4.into(), &1.into(), &3.into()));
+    assert_eq!((&json["cases"], &json["passed"], &json["unsupported"]), (&2.into(), &1.into(), &1.into()));
     let lines = text(&output.stdout);
-    for named in ["window 13", "cu_seqlens [0,5,6,41,70]", "softcap 5.0"] {
-        assert!(lines.lines().any(|line| line.starts_with("unsupported") && line.contains(named)), "{lines}");
-    }
+    assert!(lines.lines().any(|line| line.starts_with("unsupported") && line.contains("alibi_m 5.0")), "{lines}");
 }
 
 /// Changes one byte of the file, `from_end` bytes before its end.
@@ -180,8 +187,9 @@ fn a_request_that_makes_no_sense_exits_2_with_the_remedy(
     let output = verify(&reference().join(folder), args);
     assert_eq!(output.status.code(), Some(2));
     let complaint = text(&output.stderr);
-    assert!(complaint.contains(remedy), "{complaint}");
-    assert!(complaint.starts_with("error: "), "{complaint}");
+    let first = complaint.lines().next().unwrap_or_default();
+    assert!(first.contains(remedy), "{complaint}");
+    assert!(first.starts_with("error: "), "{complaint}");
 }
 
 #[test]

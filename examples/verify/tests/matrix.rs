@@ -9,7 +9,7 @@ fn reference() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference")
 }
 
-/// A folder with the cases that have at least `heads` query heads and no option that is not built.
+/// A folder with the cases that have at least `heads` query heads.
 fn cases(heads: usize) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let attention = [
@@ -21,6 +21,9 @@ fn cases(heads: usize) -> tempfile::TempDir {
         ("causal_block_all_masked_rows", 2),
         ("scaled", 2),
         ("large_scores", 2),
+        ("window", 4),
+        ("documents", 4),
+        ("softcap", 2),
     ];
     for (name, _) in attention.iter().filter(|(_, has)| *has >= heads) {
         let file = format!("{name}.safetensors");
@@ -61,5 +64,24 @@ fn all_cases_pass(
             let scheme = ["--attention", "upipe", "--ranks", ranks, "--heads-per-stage", width];
             passes(folder.path(), &[&scheme, techniques].concat());
         }
+    }
+}
+
+/// Models of every family, rotary scaling and layout of configuration: windows, biases, norms on heads, one key/value head, shards.
+#[rstest]
+fn every_family_passes(
+    #[values("1", "2", "3", "4")] ranks: &str,
+    #[values(&[], &["--checkpoint", "--tile", "40"])] techniques: &[&str],
+) {
+    let families = reference().join("families");
+    if ranks == "1" {
+        passes(&families, &[&["--attention", "single"], techniques].concat());
+    }
+    passes(&families, &[&["--attention", "ulysses", "--ranks", ranks], techniques].concat());
+    passes(&families, &[&["--attention", "upipe", "--ranks", ranks], techniques].concat());
+    // The fewest heads are four.
+    for width in ["1", "2", "3", "4"] {
+        let scheme = ["--attention", "upipe", "--ranks", ranks, "--heads-per-stage", width];
+        passes(&families, &[&scheme, techniques].concat());
     }
 }

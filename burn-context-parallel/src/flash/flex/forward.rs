@@ -21,6 +21,7 @@ use pulp::{Arch, Simd, WithSimd};
 use super::gemm::{Matrix, gemm, load, store};
 use super::real::{LINE, Real, Stored};
 use super::view::View;
+use super::wide::{Wide, needed};
 use super::work::{K_TILE, Q_TILE, Scratch, run, score_row};
 use crate::flash::mask::{Cover, Mask};
 use crate::flash::{FlashOptions, FlashShape};
@@ -38,7 +39,7 @@ struct Task<'a, E: Stored> {
 pub(super) fn scratch_bytes(head_dim: usize, element: usize) -> usize {
     let pad = LINE / element;
     let (q, d) = (score_row(Q_TILE, pad), head_dim.next_multiple_of(pad));
-    element * (head_dim * q + K_TILE * q + Q_TILE * d + 3 * q + 2 * K_TILE * d)
+    element * (head_dim * q + K_TILE * q + Q_TILE * d + 5 * q + 2 * K_TILE * d)
 }
 
 /// Bytes of the list of tasks.
@@ -76,10 +77,9 @@ pub(super) fn forward<E: Stored>(
     // The latest queries see most keys: they go first.
     tasks.sort_unstable_by_key(|task| std::cmp::Reverse((task.first, task.b, task.head)));
     let scale = E::Real::from_f64(options.resolved_scale(d));
-    let cap = options.softcap.map(E::Real::from_f64);
     let mask = &Mask::new(options, [q_len, k_len], [Q_TILE, K_TILE]);
     run(tasks, scratch_bytes(d, size_of::<E::Real>()), |task, scratch| {
-        Arch::new().dispatch(Tile { shape, q, k, v, scale, cap, mask, task, scratch });
+        Arch::new().dispatch(Tile { shape, q, k, v, scale, options, mask, task, scratch });
     });
 }
 
@@ -89,7 +89,7 @@ struct Tile<'a, 'b, E: Stored> {
     k: View<'a, E>,
     v: View<'a, E>,
     scale: E::Real,
-    cap: Option<E::Real>,
+    options: &'a FlashOptions,
     mask: &'a Mask<'a>,
     task: Task<'b, E>,
     scratch: &'a mut Scratch,
@@ -100,7 +100,7 @@ impl<E: Stored> WithSimd for Tile<'_, '_, E> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, s: S) {
-        let Self { shape, q, k, v, scale, cap, mask, task, scratch } = self;
+        let Self { shape, q, k: k_view, v, scale, options, mask, task, scratch } = self;
         let Task { b, head, first, out, lse } = task;
         let d = shape.head_dim;
         let pad = E::Real::PAD;
@@ -109,7 +109,7 @@ impl<E: Stored> WithSimd for Tile<'_, '_, E> {
         let q_t = parts.take(d * width);
         let scores = parts.take(K_TILE * width);
         let sums = parts.take(Q_TILE * padded);
-        let [max, total, shrink] = [0; 3].map(|_| parts.take(width));
+        let [max, total, shrink, max_before, total_before] = [0; 5].map(|_| parts.take(width));
         let [k_copy, v_copy] = [0; 2].map(|_| parts.take(K_TILE * padded));
 
         let rows = lse.len();
@@ -121,23 +121,38 @@ impl<E: Stored> WithSimd for Tile<'_, '_, E> {
 
         let group = (b, head / shape.group());
         let queries = first..first + rows;
+        let mut wide: Option<Wide<E::Real>> = None;
         for tile in tiles(mask.keys(&queries), K_TILE) {
             let cover = mask.cover(b, &queries, &tile);
             if cover == Cover::Empty {
                 continue;
             }
             let (start, keys) = (tile.start, tile.len());
-            let (k, v) = (k.tile(group, start, keys, k_copy), v.tile(group, start, keys, v_copy));
+            let (k, v) = (k_view.tile(group, start, keys, k_copy), v.tile(group, start, keys, v_copy));
             let (q_t, p_t) = (Matrix::rows(q_t, width), scores.as_mut_ptr());
             // SAFETY: the tile of keys has `keys` rows of D, q_t D rows of `width` >= columns, scores K_TILE such rows.
             unsafe { gemm(s, [keys, columns, d], k, q_t, p_t, width, false) };
-            if let Some(cap) = cap {
-                bend(s, scores, width, columns, keys, cap);
+            if let Some(cap) = options.softcap {
+                bend(s, scores, width, columns, keys, E::Real::from_f64(cap));
             }
             if cover == Cover::Part {
                 hide(mask, b, scores, width, columns, &queries, &tile);
             }
+            max_before.copy_from_slice(max);
+            total_before.copy_from_slice(total);
             softmax(s, scores, width, columns, keys, [max, total, shrink]);
+            if needed::<E>(&max[..rows]) {
+                let make = || Wide::new(&q, (b, head), first, rows, options.resolved_scale(d), width);
+                let wide = wide.get_or_insert_with(make);
+                wide.multiply(s, &k_view, group, start, keys, columns);
+                if let Some(cap) = options.softcap {
+                    bend(s, &mut wide.scores, width, columns, keys, cap);
+                }
+                if cover == Cover::Part {
+                    hide(mask, b, &mut wide.scores, width, columns, &queries, &tile);
+                }
+                wide.softmax(s, scores, columns, keys, [max_before, total_before], [max, total, shrink]);
+            }
             for (row, shrink) in sums.chunks_exact_mut(padded).zip(&shrink[..rows]) {
                 // Seldom after the first tiles: the maximum of a row settles.
                 if *shrink != E::Real::from_f64(1.0) {

@@ -1,13 +1,14 @@
 //! Flash attention for Burn's CPU backend.
 //!
 //! `forward` and `backward` hold the loops, `gemm` the product inside a tile, `real` the arithmetic of a register, `view`
-//! how tensors are read in place, `work` who computes what, in which memory.
+//! how tensors are read in place, `wide` large scores, `work` who computes what, in which memory.
 
 mod backward;
 mod forward;
 mod gemm;
 mod real;
 mod view;
+mod wide;
 mod work;
 
 use burn::backend::Flex;

@@ -20,6 +20,7 @@ pub(super) trait Real: Stored<Real = Self> + PartialOrd {
     const PAD: usize = LINE / size_of::<Self>();
 
     fn from_f64(x: f64) -> Self;
+    fn to_f64(self) -> f64;
     fn ln(self) -> Self;
     fn times(self, other: Self) -> Self;
     fn plus(self, other: Self) -> Self;
@@ -55,6 +56,10 @@ macro_rules! arithmetic {
         #[inline(always)]
         fn from_f64(x: f64) -> Self {
             x as $real
+        }
+        #[inline(always)]
+        fn to_f64(self) -> f64 {
+            f64::from(self)
         }
         #[inline(always)]
         fn ln(self) -> Self {

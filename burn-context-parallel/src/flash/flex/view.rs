@@ -45,8 +45,13 @@ impl<'a, E: Stored> View<'a, E> {
         unsafe { self.storage.as_ptr().offset(offset) }
     }
 
+    /// D.
+    pub(super) fn dim(&self) -> usize {
+        self.dims[3]
+    }
+
     /// One row, converted.
-    fn read(&self, b: usize, head: usize, i: usize, to: &mut [E::Real]) {
+    pub(super) fn read(&self, b: usize, head: usize, i: usize, to: &mut [E::Real]) {
         let (row, d, stride) = (self.pointer(b, head, i), self.dims[3], self.strides[3]);
         if stride == 1 || d == 1 {
             // SAFETY: `new` checked the extremes, and the row is contiguous.

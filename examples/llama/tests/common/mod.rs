@@ -17,6 +17,11 @@ pub fn folder(model: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/models").join(model)
 }
 
+/// A reference model of another family or layout.
+pub fn family(model: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/families").join(model)
+}
+
 pub fn read(path: &Path) -> Tensors {
     let bytes = fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -51,7 +56,11 @@ pub struct Reference {
 
 impl Reference {
     pub fn of(model: &str) -> Self {
-        Self { tensors: read(&folder(model).join("reference.safetensors")) }
+        Self::at(&folder(model))
+    }
+
+    pub fn at(folder: &Path) -> Self {
+        Self { tensors: read(&folder.join("reference.safetensors")) }
     }
 
     pub fn get(&self, name: &str) -> TensorData {
@@ -67,6 +76,10 @@ impl Reference {
     pub fn gradients(&self) -> BTreeMap<String, TensorData> {
         let name = |name: &String| name.strip_prefix("grad.").map(str::to_owned);
         self.tensors.keys().filter_map(|key| Some((name(key)?, self.get(key)))).collect()
+    }
+
+    pub fn tokens(&self) -> Tensor<2, Int> {
+        Tensor::from_data(self.get("input_ids"), &burn::tensor::Device::flex())
     }
 
     pub fn batch(&self) -> Batch {
