@@ -59,6 +59,23 @@ fn losses_and_norms_are_those_of_one_device(#[case] args: &str) {
     }
 }
 
+/// Compute in bf16 is near, with master weights that learn as those of f32 do.
+#[rstest]
+#[case("--attention single")]
+#[case("--ranks 2")]
+#[case("--ranks 3 --batch 2")]
+fn bf16_stays_near_f32(#[case] args: &str) {
+    let run = |dtype: &str| {
+        let out = tempfile::tempdir().unwrap();
+        train(&format!("{args} --seq-len 101 --steps 3 --lr 1e-3 --dtype {dtype}"), out.path())
+    };
+    let (found, expected) = (run("bf16"), run("f32"));
+    assert!(found[0].loss != expected[0].loss, "bf16 is at work");
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found.loss - expected.loss).abs() <= 0.01 * expected.loss, "{args}: {found:?}, in f32 {expected:?}");
+    }
+}
+
 /// What the comparison above rests on: the steps do something, and clipping is at work.
 #[test]
 fn one_device_learns_and_clips() {
