@@ -359,7 +359,7 @@ mod tests {
     #[case("--seq-len 4096", "40, the default, of 4096 tokens")]
     #[case("--seq-len 100 --sequences 5 --batch 2 --epochs 3", "9, 3 x 3, of 200 tokens")]
     #[case("--seq-len 100 --sequences 5 --batch 2", "3 steps an epoch, the last one of 1 sequences")]
-    #[case("--seq-len 100 --sequences 5", "5 of 100 tokens, 495 targets")]
+    #[case("--seq-len 100 --sequences 5", "of 100 tokens, 495 targets")]
     #[case("--seq-len 100 --batch 2 --accumulate 3", "600 tokens: batch 2 x accumulate 3 = 6 sequences")]
     #[case("--packing documents", "documents (as asked): attention and targets stay within each")]
     #[case("", "stream (nothing marks an end, auto)")]
