@@ -16,6 +16,7 @@ use super::forward::{bend, hide, tiles};
 use super::gemm::{Matrix, gemm, load, store};
 use super::real::{LINE, Real, Stored};
 use super::view::View;
+use super::wide::{Wide, wide_lse};
 use super::work::{K_TILE, Q_TILE, Scratch, run, score_row};
 use crate::flash::mask::{Cover, Mask};
 use crate::flash::{FlashOptions, FlashShape};
@@ -45,6 +46,10 @@ impl<E: Stored> Inputs<'_, E> {
     #[inline(always)]
     fn bent<S: Simd>(&self, s: S) -> Option<<E::Real as Real>::Lanes<S>> {
         self.options.softcap.map(|cap| E::Real::splat(s, E::Real::from_f64(1.0 / (cap * cap))))
+    }
+
+    fn wide(&self, x: &View<'_, E>, at: (usize, usize), first: usize, rows: usize, width: usize) -> Wide<E::Real> {
+        Wide::new(x, at, first, rows, self.options.resolved_scale(self.shape.head_dim), width)
     }
 
     fn scale(&self) -> E::Real {
@@ -137,7 +142,11 @@ impl<E: Stored> WithSimd for QueryTile<'_, '_, E> {
         lse.fill(E::Real::INFINITY);
         delta.fill(E::Real::ZERO);
         let [from_lse, from_delta] = inputs.statistics(b, head, first, rows);
-        lse.iter_mut().zip(from_lse).for_each(|(to, from)| *to = origin(*from));
+        let own: Vec<_> = from_lse.iter().map(|lse| wide_lse::<E>(*lse, inputs.options.softcap)).collect();
+        let mut wide = own.iter().any(Option::is_some).then(|| inputs.wide(&inputs.q, (b, head), first, rows, width));
+        for ((to, from), own) in lse.iter_mut().zip(from_lse).zip(&own) {
+            *to = if own.is_some() { E::Real::ZERO } else { origin(*from) };
+        }
         delta[..rows].copy_from_slice(from_delta);
 
         let group = (b, head / shape.group());
@@ -159,6 +168,10 @@ impl<E: Stored> WithSimd for QueryTile<'_, '_, E> {
             }
             if let Some(cap) = cap {
                 bend(s, scores, width, columns, keys, cap);
+            }
+            if let Some(wide) = &mut wide {
+                wide.multiply(s, &inputs.k, group, start, keys, columns);
+                wide.replace_columns(scores, keys, &own);
             }
             if cover == Cover::Part {
                 hide(mask, b, scores, width, columns, &queries, &tile);
@@ -266,6 +279,7 @@ impl<E: Stored> WithSimd for KeyTile<'_, '_, E> {
         v_sums.fill(E::Real::ZERO);
 
         let keys = first..first + rows;
+        let mut wide = None;
         for head in group * shape.group()..(group + 1) * shape.group() {
             for tile in tiles(mask.queries(&keys), Q_TILE) {
                 let cover = mask.cover(b, &tile, &keys);
@@ -286,12 +300,22 @@ impl<E: Stored> WithSimd for KeyTile<'_, '_, E> {
                     bend(s, scores, width, columns, queries, cap);
                 }
                 let [lse, delta] = inputs.statistics(b, head, start, queries);
+                let own = |lse: E::Real| wide_lse::<E>(lse, inputs.options.softcap);
+                if lse.iter().any(|lse| own(*lse).is_some()) {
+                    let wide = wide.get_or_insert_with(|| inputs.wide(&inputs.k, (b, group), first, rows, width));
+                    wide.multiply(s, &inputs.q, (b, head), start, queries, columns);
+                }
                 let tile = scores.chunks_exact_mut(width).zip(d_scores.chunks_exact_mut(width));
                 for (i, (scores, d_scores)) in tile.take(queries).enumerate() {
+                    let own = own(lse[i]);
+                    if let (Some(own), Some(wide)) = (own, &wide) {
+                        wide.replace_row(i, &mut scores[..columns], own);
+                    }
                     if cover == Cover::Part {
                         mask.hide_keys(b, start + i, &keys, &mut scores[..columns], E::Real::NEG_INFINITY);
                     }
-                    let lse = E::Real::splat(s, origin(lse[i]));
+                    let lse = if own.is_some() { E::Real::ZERO } else { origin(lse[i]) };
+                    let lse = E::Real::splat(s, lse);
                     let delta = E::Real::splat(s, delta[i]);
                     for c in (0..columns).step_by(E::Real::lanes::<S>()) {
                         // SAFETY: c + lanes <= columns <= width, the length of both rows.

@@ -1,6 +1,7 @@
 //! Large scores in f64: a score of 10^4 in f32 is off by some 10^-3, and so is the exponential of its difference to the largest one.
 //!
 //! Only rows with such scores are computed a second time, and only of f32 tensors: halves round their results more than that.
+//! The backward pass subtracts the log-sum-exp in f64 likewise; that itself was rounded to f32, once.
 //! What is stored stays f32: a row's running maximum is an f32 number, from which f64 scores are subtracted before they are rounded.
 
 use pulp::Simd;
@@ -8,7 +9,10 @@ use pulp::Simd;
 use super::gemm::{Matrix, gemm, load, store};
 use super::real::{Real, Stored, in_place};
 use super::view::View;
-use super::work::K_TILE;
+use super::work::{K_TILE, Q_TILE};
+
+// A tile of either kind takes the place of keys.
+const _: () = assert!(Q_TILE <= K_TILE);
 
 /// Rows whose largest score is beyond this are computed in f64: below it, rounding a score changes no output by more than 10^-5 of the
 /// largest value.
@@ -18,6 +22,13 @@ const FROM: f64 = 128.0;
 #[inline(always)]
 pub(super) fn needed<E: Stored>(max: &[E::Real]) -> bool {
     in_place::<E>() && size_of::<E>() == size_of::<f32>() && max.iter().any(|max| beyond(*max))
+}
+
+/// The log-sum-exp of a row whose scores the backward pass is to compute in f64. With a softcap none: a slope needs the score itself, and
+/// gradients are allowed the rounding of scores.
+#[inline(always)]
+pub(super) fn wide_lse<E: Stored>(lse: E::Real, softcap: Option<f64>) -> Option<f64> {
+    (softcap.is_none() && needed::<E>(&[lse])).then(|| lse.to_f64())
 }
 
 /// Row by row, and from what the row sees: another token's scores must not change a bit of this one's.
@@ -79,6 +90,24 @@ impl<R: Real> Wide<R> {
         let (k, q_t) = (Matrix::rows(&self.k, self.dim), Matrix::rows(&self.q_t, self.width));
         // SAFETY: k has K_TILE >= keys rows of D, q_t D rows of `width` >= columns, the scores K_TILE such rows.
         unsafe { gemm(s, [keys, columns, self.dim], k, q_t, self.scores.as_mut_ptr(), self.width, false) };
+    }
+
+    /// Replaces the scores of columns that have an `lse` by `s - lse`: differences, which f32 holds.
+    pub(super) fn replace_columns(&self, scores: &mut [R], keys: usize, lse: &[Option<f64>]) {
+        for (from, to) in self.scores.chunks_exact(self.width).zip(scores.chunks_exact_mut(self.width)).take(keys) {
+            for ((from, to), lse) in from.iter().zip(to).zip(lse) {
+                if let Some(lse) = lse {
+                    *to = R::from_f64(*from - lse);
+                }
+            }
+        }
+    }
+
+    /// Replaces row `i` of the scores by `s - lse`.
+    pub(super) fn replace_row(&self, i: usize, scores: &mut [R], lse: f64) {
+        for (from, to) in self.scores[i * self.width..].iter().zip(scores) {
+            *to = R::from_f64(*from - lse);
+        }
     }
 
     /// Replaces what the f32 softmax made of rows beyond the limit: exponentials in `scores`, and each row's maximum, total and shrinking.
