@@ -64,7 +64,7 @@ fn inner_products_agree(
     assert!(left != 0.0, "{name}: an empty test");
 }
 
-/// Fault of other systems: the slice of the backward pass taken by world rank.
+/// DeepSpeed PR#7809, #7672: the slice of the backward pass taken by world rank.
 #[test]
 fn a_group_that_does_not_start_at_rank_0_uses_its_own_numbers() {
     let sums = on_ranks(4, |world| {

@@ -44,6 +44,7 @@ fn filled<M: burn::module::Module>(module: M) -> M {
     module.map(&mut Fill(20))
 }
 
+/// Untied-Ulysses `context_parallel_2d.py`: tokens exchanged out of order see their future.
 #[rstest]
 fn earlier_outputs_keep_their_bits(
     #[values(

@@ -15,7 +15,7 @@ use burn_context_parallel::sequence::{Batch, RotaryFrequencies, SequenceLayout, 
 use burn_upipe::checkpoint;
 use burn_upipe::profile::heap::{self, CountingAllocator};
 use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, cross_entropy_bytes, tile_bytes};
-use burn_upipe::upipe::{self, HeadNorm, Projection, ProjectionWeights, Schedule};
+use burn_upipe::upipe::{self, AttentionScheme, HeadNorm, Projection, ProjectionWeights, Schedule};
 use llama::{Llama, LlamaConfig, ParallelConfig};
 use tests::on_ranks;
 
@@ -31,6 +31,7 @@ fn memory_is_as_stated() {
     a_tile_takes_its_tokens_bytes_and_no_more();
     a_checkpointed_model_keeps_one_input_per_block();
     the_loss_peak_does_not_grow_with_vocabulary_times_sequence();
+    two_ranks_need_half_the_memory_each();
     upipe_needs_a_quarter_of_ulysses();
 }
 
@@ -255,6 +256,39 @@ fn the_loss_peak_does_not_grow_with_vocabulary_times_sequence() {
         "{short} bytes at the peak, stated {stated} beside {weights} of weights"
     );
     assert!(short >= tile * vocabulary * 4, "a tile's logits exist");
+}
+
+/// verl#7476: a degree that is accepted while nothing is cut, so that no memory is saved. Forward and backward of a model: a rank of two
+/// peaks at little more than half of what one alone does.
+fn two_ranks_need_half_the_memory_each() {
+    let peak = |ranks: usize, scheme: AttentionScheme| {
+        let peaks = on_ranks(ranks, move |world: ProcessGroup| {
+            let _owned = heap::own(world.rank());
+            let device = Device::flex().autodiff();
+            let parallel = ParallelConfig { attention: scheme, ..ParallelConfig::none() };
+            let model = Llama::init(&LlamaConfig::new(64, 32, 96, 3, 4, 2), &parallel, &device).expect("a model");
+            let batch = Batch::from_rows(&[(0..4096).map(|i| i % 64).collect()])?;
+            let shard = device.context_parallel(&world).shard(&batch)?;
+            let step = || {
+                let loss = model.loss(&shard, &world).expect("a loss");
+                drop(loss.mean.backward());
+            };
+            step(); // workspaces are taken
+            world.barrier()?;
+            if world.rank() == 0 {
+                heap::reset_peak();
+            }
+            world.barrier()?;
+            step();
+            Ok(heap::peak_by(world.rank()))
+        });
+        peaks.into_iter().max().unwrap_or(0)
+    };
+    for scheme in [AttentionScheme::Ulysses, AttentionScheme::default()] {
+        let (alone, shared) = (peak(1, scheme), peak(2, scheme));
+        println!("{scheme:?}: {alone} bytes alone, {shared} on each of two ranks");
+        assert!(shared * 10 < alone * 6, "{scheme:?}: {shared} bytes on a rank of two, {alone} alone");
+    }
 }
 
 /// q, k and v of a rank's heads over the whole sequence, and the log-sum-exp; with fewer key/value heads than ranks, too.

@@ -234,6 +234,7 @@ fn a_tiled_loss_is_the_loss(
     same_gradients("head", &gradients(&linear, &grads), &gradients(&linear, &expected_grads));
 }
 
+/// Megatron-LM#1764, NeMo-Speech#14488, axolotl#3026: 0 / 0.
 #[rstest]
 fn no_valid_target_is_a_zero_loss_with_zero_gradients(#[values(None, Some(2))] tile: Option<usize>) {
     let device = Device::flex().autodiff();
@@ -245,7 +246,7 @@ fn no_valid_target_is_a_zero_loss_with_zero_gradients(#[values(None, Some(2))] t
     assert!(x.grad(&grads).unwrap().into_data().iter::<f32>().all(|grad| grad == 0.0));
 }
 
-/// What lies at a position without target must not spread, not even a NaN.
+/// What lies at a position without target must not spread, not even a NaN (Megatron-Bridge PR#3117; gradients: `traps_loss`).
 #[test]
 fn a_nan_at_an_ignored_position_does_not_reach_the_loss() {
     let device = Device::flex().autodiff();
@@ -417,7 +418,7 @@ fn a_target_outside_the_vocabulary_is_a_typed_error() {
     }
 }
 
-/// A gradient that only some ranks have counts as zero on the others.
+/// A gradient that only some ranks have counts as zero on the others (NeMo Automodel#3540).
 #[test]
 fn gradients_are_summed_also_where_a_rank_has_none() {
     use burn::optim::GradientsParams;

@@ -29,6 +29,7 @@ proptest! {
         }
     }
 
+    /// NeMo Automodel `upipe/layout.py`, Untied-Ulysses: stages whose query heads read another's keys.
     #[test]
     fn a_query_head_meets_its_own_key_value_head((heads, kv, ranks, per_stage) in counts()) {
         let schedule = Schedule::new(heads, kv, ranks, per_stage).unwrap();

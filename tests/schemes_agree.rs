@@ -109,7 +109,8 @@ fn any_heads_on_any_ranks_at_any_stage_width(
     }
 }
 
-/// Padding lies at the end, where a causal mask hides it; here nothing hides it but the layout.
+/// Padding lies at the end, where a causal mask hides it; here nothing hides it but the layout. (EasyContext#57, DeepSpeed#5177: lengths
+/// that ranks do not divide; pytorch#141429: no mask at all.)
 #[rstest]
 fn padding_is_no_key(#[values(2, 3, 4, 8)] ranks: usize, #[values(9, 17, 25)] seq: usize) {
     let case = Case { heads: 4, kv_heads: 2, causal: false, seq };

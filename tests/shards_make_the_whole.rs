@@ -31,6 +31,7 @@ proptest! {
         }
     }
 
+    /// DeepSpeed PR#7821, axolotl#3382: labels shifted after the cut, so that a shard's last token has no target.
     #[test]
     fn every_target_is_the_next_token_wherever_it_lies(len in 1usize..40, ranks in 1usize..7, seed in 0u64..1000) {
         let rows: Vec<Vec<i64>> = (0..2).map(|r| (0..len).map(|i| ((seed + r) * 31 + i as u64 * 7) as i64 % 50).collect()).collect();
@@ -73,7 +74,7 @@ fn unshard_gives_what_was_sharded() {
     });
 }
 
-/// Fault of other systems: angles from the index in the shard.
+/// Megatron-LM#560, #453, PR#4977, PR#1612, NeMo Automodel#2377, #1482, trl PR#6846: angles from the index in the shard.
 #[rstest]
 fn rotary_positions_are_those_of_the_whole(#[values(2, 3, 5)] ranks: usize) {
     let len = 23;
@@ -92,7 +93,8 @@ fn rotary_positions_are_those_of_the_whole(#[values(2, 3, 5)] ranks: usize) {
     assert_same_bits("rotated", &layout.assemble(&parts, 1), &expected);
 }
 
-/// Fault of other systems: ranks inside the head dim in another order. Every element is `1000 token + head`.
+/// DeepSpeed PR#5664, #5808: ranks inside the head dimension in another order; PR#6797, #6774: uneven heads on the way back. Every
+/// element is `1000 token + head`.
 #[rstest]
 fn exchanged_heads_carry_their_codes(
     #[values((8, 8), (7, 7), (8, 2), (8, 1), (3, 3))] heads: (usize, usize),

@@ -53,8 +53,8 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`attention`] | attention across ranks: [`ContextParallel`](attention::ContextParallel), the drop-in, Ulysses |
-//! | [`sequence`] | how a sequence lies on ranks: layouts, positions, shifted targets, padding |
+//! | [`attention`] | attention across ranks: [`ContextParallel`](attention::ContextParallel), the drop-in, a module in place of Burn's, Ulysses |
+//! | [`sequence`] | how a sequence lies on ranks: layouts, positions, shifted targets, documents, padding |
 //! | [`group`] | ranks and their collectives, on plain data and tensors; errors in place of hangs |
 //! | [`collective`] | collectives as differentiable operations, each beside its adjoint |
 //! | [`flash`] | exact attention in O(S) memory, forward and backward |
@@ -76,8 +76,9 @@
 //!
 //! - Kernels for Flex only, Burn's CPU backend. With the features of other devices the crate compiles; attention there is refused.
 //! - Ranks are threads of one process. Another transport is an implementation of [`group::Transport`].
-//! - One scheme, Ulysses: no ring, no zig-zag layout. No documents packed into a sequence, no windows.
-//! - A dense mask, an attention bias and a softcap are refused: all take memory that grows with S^2, or are not built.
+//! - One scheme, Ulysses: no ring, no zig-zag layout.
+//! - Masks are causal, windows and documents. A dense mask or a bias takes memory that grows with S^2: on one device, and by name
+//!   ([`flash::reference::dense_attention`]). Dropout on attention weights is refused.
 //! - Every rank holds all weights.
 //!
 //! # Features

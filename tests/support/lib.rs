@@ -1,9 +1,13 @@
 //! What the property tests share: reproducible data, ranks, and comparisons that say what differed.
 
+mod modules;
+
 use std::fmt::Display;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::group::{ProcessGroup, launch};
+
+pub use modules::{assert_gradients, filled, gradients, norm, summed};
 
 /// Reproducible values in about -1..1, the same on every machine.
 pub fn values(seed: u64, shape: &[usize]) -> TensorData {

@@ -9,6 +9,7 @@ use burn::tensor::Tensor;
 
 use crate::buffer::zeros;
 use crate::flash::{self, FlashOptions};
+use crate::group::MAX_RANKS;
 use crate::{Error, Result};
 
 /// Query heads in consecutive parts, one a rank, as even as they can be; and the key/value heads that each part reads.
@@ -43,7 +44,7 @@ impl HeadSplit {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if a count is zero or `kv_heads` does not divide `heads`.
+    /// [`Error::Invalid`] if a count is zero, `kv_heads` does not divide `heads`, or there are more than [`MAX_RANKS`] ranks.
     pub fn new(heads: usize, kv_heads: usize, ranks: usize) -> Result<Self> {
         if heads == 0 || kv_heads == 0 || ranks == 0 || !heads.is_multiple_of(kv_heads) {
             return Err(Error::invalid(
@@ -51,6 +52,9 @@ impl HeadSplit {
                 format!("{heads} query heads, {kv_heads} key/value heads, {ranks} ranks"),
                 "each key/value head must serve the same number of query heads: make heads a multiple of kv_heads, none zero",
             ));
+        }
+        if ranks > MAX_RANKS {
+            return Err(Error::invalid("HeadSplit::new", format!("{ranks} ranks"), format!("use at most {MAX_RANKS}")));
         }
         Ok(Self { heads, kv_heads, ranks })
     }

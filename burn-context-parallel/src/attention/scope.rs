@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device};
 
 use crate::flash::FlashOptions;
 use crate::group::ProcessGroup;
-use crate::sequence::{Documents, RotaryFrequencies, RotaryTable, SequenceLayout, Shard};
+use crate::sequence::{Documents, MAX_TOKENS, RotaryFrequencies, RotaryTable, SequenceLayout, Shard};
 use crate::{Error, Result};
 
 /// Who shares the sequence, how it lies on them, which positions this rank holds, and which documents the sequence has.
@@ -67,13 +67,20 @@ impl SequenceContext {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the layout is for another number of ranks, or `rows` is zero.
+    /// [`Error::Invalid`] if the layout is for another number of ranks, `rows` is zero, or there are more than [`MAX_TOKENS`] tokens.
     pub fn from_layout(group: &ProcessGroup, layout: SequenceLayout, rows: usize) -> Result<Self> {
         if layout.ranks() != group.size() || rows == 0 {
             return Err(Error::invalid(
                 "SequenceContext::from_layout",
                 format!("a layout for {} ranks and {rows} rows in a group of {}", layout.ranks(), group.size()),
                 "make the layout for the group's size, with at least one row",
+            ));
+        }
+        if layout.len().checked_mul(rows).is_none_or(|tokens| tokens > MAX_TOKENS) {
+            return Err(Error::invalid(
+                "SequenceContext::from_layout",
+                format!("{rows} rows of {} tokens", layout.len()),
+                format!("use at most {MAX_TOKENS} tokens in all"),
             ));
         }
         let row: Vec<i64> = layout.indices(group.rank()).map(|index| index as i64).collect();

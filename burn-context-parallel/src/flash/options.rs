@@ -177,9 +177,9 @@ impl FlashOptions {
     ///
     /// [`Error::Invalid`] for a scale or softcap that is no number, an empty window, documents or positions of another length.
     pub fn expect_lengths(&self, operation: &'static str, q_len: usize, k_len: usize) -> Result<()> {
-        let documents = self.documents.as_ref().map(|(q, _)| q.rows());
-        let positions = self.positions.as_ref().map(|(q, _)| q.rows());
-        let batch = documents.into_iter().chain(positions).max().unwrap_or(1);
+        let documents = self.documents.iter().flat_map(|(q, k)| [q.rows(), k.rows()]);
+        let positions = self.positions.iter().flat_map(|(q, k)| [q.rows(), k.rows()]);
+        let batch = documents.chain(positions).max().unwrap_or(1);
         self.check_lengths(operation, batch, q_len, k_len)
     }
 

@@ -18,6 +18,9 @@ use super::threads::World;
 /// The most ranks that [`launch`] starts.
 pub const MAX_RANKS: usize = 4096;
 
+/// The stacks that [`launch`] gives a rank, in bytes: less than 64 KiB overflows at once, more than 1 TiB no system has.
+pub const STACKS: std::ops::RangeInclusive<usize> = 1 << 16..=1 << 40;
+
 /// How to launch; a number of ranks is enough (`launch(4, ..)`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchConfig {
@@ -173,7 +176,7 @@ impl StdError for LaunchError {
 /// # Errors
 ///
 /// If any rank fails, the error of the rank where it began, and of the lowest rank that failed if that one has none (it
-/// returned too early). [`LaunchError::Refused`] for no ranks, or more than [`MAX_RANKS`].
+/// returned too early). [`LaunchError::Refused`] for no ranks, more than [`MAX_RANKS`], or a stack outside [`STACKS`].
 ///
 /// # Memory
 ///
@@ -241,6 +244,13 @@ where
             "launch",
             format!("{ranks} ranks were asked for"),
             format!("launch 1 to {MAX_RANKS}"),
+        )));
+    }
+    if !STACKS.contains(&config.stack) {
+        return Err(LaunchError::Refused(Error::invalid(
+            "launch",
+            format!("stacks of {} bytes", config.stack),
+            format!("use {} to {}; the default is {}", STACKS.start(), STACKS.end(), LaunchConfig::new(1).stack),
         )));
     }
     let (events, inbox) = channel();

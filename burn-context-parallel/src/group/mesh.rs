@@ -81,7 +81,7 @@ impl MeshShape {
     /// );
     /// ```
     pub fn check(&self, ranks: usize) -> Result<()> {
-        if self.ranks() == Some(ranks) {
+        if ranks > 0 && self.ranks() == Some(ranks) {
             return Ok(());
         }
         let refuse = |problem, remedy: String| Err(Error::invalid("mesh", problem, remedy));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
-use super::{Documents, NO_DOCUMENT, PerToken, SequenceLayout};
+use super::{Documents, MAX_TOKENS, NO_DOCUMENT, PerToken, SequenceLayout};
 use crate::{Error, Result};
 
 /// The target of a token that has none.
@@ -153,7 +153,8 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if there is no row or no token, a row's documents are longer than `len`, or an id is negative.
+    /// [`Error::Invalid`] if there is no row or no token, more than [`MAX_TOKENS`] tokens, a row's documents are longer than `len`, or an
+    /// id is negative.
     pub fn packed(rows: &[Vec<Document>], len: usize) -> Result<Self> {
         const NAME: &str = "Batch::packed";
         if rows.is_empty() || len == 0 {
@@ -164,11 +165,14 @@ impl Batch {
             ));
         }
         // Before anything of that size is made.
-        let size = rows.len().checked_mul(len).filter(|size| *size <= isize::MAX as usize / size_of::<i64>());
-        let Some(size) = size else {
-            return Err(Error::invalid(NAME, format!("{} rows of {len} tokens", rows.len()), "use shorter sequences"));
-        };
-        let [mut tokens, mut labels, mut ids] = [0; 3].map(|_| Vec::with_capacity(size));
+        if rows.len().checked_mul(len).is_none_or(|size| size > MAX_TOKENS) {
+            return Err(Error::invalid(
+                NAME,
+                format!("{} rows of {len} tokens", rows.len()),
+                format!("use at most {MAX_TOKENS} tokens in all"),
+            ));
+        }
+        let [mut tokens, mut labels, mut ids] = [0; 3].map(|_| Vec::new());
         for (index, row) in rows.iter().enumerate() {
             let total: usize = row.iter().map(|document| document.tokens.len()).sum();
             if total > len {

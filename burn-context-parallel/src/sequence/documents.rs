@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use super::MAX_TOKENS;
 use crate::{Error, Result};
 
 /// The document of a token that belongs to none, such as padding: it sees nothing, and nothing sees it.
@@ -106,7 +107,13 @@ pub struct Documents(PerToken);
 
 impl Documents {
     /// Documents of these lengths, one after the other, in every sequence of a batch.
+    ///
+    /// # Panics
+    ///
+    /// If they have more than [`MAX_TOKENS`] tokens; [`from_cu_seqlens`](Self::from_cu_seqlens) has an error for that.
     pub fn from_lengths(lengths: &[usize]) -> Self {
+        let total = lengths.iter().fold(0usize, |sum, len| sum.saturating_add(*len));
+        assert!(total <= MAX_TOKENS, "documents of {total} tokens, at most {MAX_TOKENS} are supported");
         let ids = lengths.iter().enumerate().flat_map(|(id, len)| std::iter::repeat_n(id as i64, *len));
         Self(PerToken::shared(ids.collect()))
     }
@@ -116,7 +123,7 @@ impl Documents {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the boundaries do not start at 0, or fall.
+    /// [`Error::Invalid`] if the boundaries do not start at 0, fall, or go beyond [`MAX_TOKENS`].
     pub fn from_cu_seqlens(boundaries: &[usize]) -> Result<Self> {
         const NAME: &str = "Documents::from_cu_seqlens";
         if boundaries.first() != Some(&0) {
@@ -132,6 +139,9 @@ impl Documents {
                 format!("boundary {} follows {}", pair[1], pair[0]),
                 "give the running sum of the documents' lengths",
             ));
+        }
+        if let Some(len) = boundaries.last().filter(|len| **len > MAX_TOKENS) {
+            return Err(Error::invalid(NAME, format!("{len} tokens"), format!("use at most {MAX_TOKENS}")));
         }
         let lengths: Vec<usize> = boundaries.windows(2).map(|pair| pair[1] - pair[0]).collect();
         Ok(Self::from_lengths(&lengths))

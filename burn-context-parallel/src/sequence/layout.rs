@@ -8,6 +8,9 @@ use burn::tensor::{Element, Tensor};
 use crate::group::MAX_RANKS;
 use crate::{Error, Result};
 
+/// The most tokens of a sequence, and of all sequences of a batch together: 32 GiB of ids.
+pub const MAX_TOKENS: usize = 1 << 32;
+
 /// Which global indices `0..padded_len` each rank holds, in the order in which they lie in its shard.
 ///
 /// Indices from [`len`](Self::len) on are padding. Every index belongs to exactly one rank; within a rank, segments are
@@ -48,8 +51,7 @@ impl SequenceLayout {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `len` or `ranks` is zero, there are more than [`MAX_RANKS`] ranks, or the
-    /// padded length does not fit a `usize`.
+    /// [`Error::Invalid`] if `len` or `ranks` is zero, there are more than [`MAX_RANKS`] ranks, or more than [`MAX_TOKENS`] tokens.
     pub fn contiguous(len: usize, ranks: usize) -> Result<Self> {
         const NAME: &str = "SequenceLayout::contiguous";
         if len == 0 || ranks == 0 {
@@ -60,11 +62,11 @@ impl SequenceLayout {
             ));
         }
         let local = len.div_ceil(ranks);
-        if ranks > MAX_RANKS || local.checked_mul(ranks).is_none() {
+        if ranks > MAX_RANKS || len > MAX_TOKENS {
             return Err(Error::invalid(
                 NAME,
                 format!("{len} tokens on {ranks} ranks"),
-                format!("use fewer tokens, and at most {MAX_RANKS} ranks"),
+                format!("use at most {MAX_TOKENS} tokens, and at most {MAX_RANKS} ranks"),
             ));
         }
         let shards = (0..ranks).map(|rank| vec![rank * local..(rank + 1) * local]).collect();
@@ -75,7 +77,8 @@ impl SequenceLayout {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if there is no rank, one without tokens, or more tokens than a `usize` counts.
+    /// [`Error::Invalid`] if there is no rank or one without tokens, there are more than [`MAX_RANKS`] ranks, or more than
+    /// [`MAX_TOKENS`] tokens.
     pub fn from_lengths(lengths: &[usize]) -> Result<Self> {
         if lengths.is_empty() || lengths.contains(&0) {
             return Err(Error::invalid(
@@ -84,11 +87,12 @@ impl SequenceLayout {
                 "give every rank at least one token, or use SequenceLayout::contiguous, which pads",
             ));
         }
-        if lengths.iter().try_fold(0usize, |sum, length| sum.checked_add(*length)).is_none() {
+        let tokens = lengths.iter().fold(0usize, |sum, length| sum.saturating_add(*length));
+        if lengths.len() > MAX_RANKS || tokens > MAX_TOKENS {
             return Err(Error::invalid(
                 "SequenceLayout::from_lengths",
-                format!("local lengths {lengths:?}"),
-                "use fewer tokens",
+                format!("{tokens} tokens on {} ranks", lengths.len()),
+                format!("use at most {MAX_TOKENS} tokens, and at most {MAX_RANKS} ranks"),
             ));
         }
         let mut start = 0;

@@ -19,7 +19,7 @@ mod scaling;
 
 pub use batch::{Batch, Document, IGNORE_INDEX, Shard};
 pub use documents::{Documents, NO_DOCUMENT, PerToken};
-pub use layout::{Piece, SequenceLayout};
-pub use rotary::{RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint};
+pub use layout::{MAX_TOKENS, Piece, SequenceLayout};
+pub use rotary::{MAX_HEAD_DIM, RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint};
 pub use rotary_embedding::{RotaryEmbedding, RotaryEmbeddingConfig};
 pub use scaling::RotaryScaling;

@@ -7,6 +7,9 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use crate::vjp::{Inputs, custom_vjp};
 use crate::{Error, Result};
 
+/// The largest head dimension that rotary positions are made for.
+pub const MAX_HEAD_DIM: usize = 1 << 16;
+
 /// The angular frequency of each pair of dimensions.
 ///
 /// ```text
@@ -27,11 +30,14 @@ impl RotaryFrequencies {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `head_dim` is odd or zero, or `theta` is not a positive number in f32.
+    /// [`Error::Invalid`] if `head_dim` is odd, zero or beyond [`MAX_HEAD_DIM`], or `theta` is not a positive number in f32.
     pub fn new(head_dim: usize, theta: f64) -> Result<Self> {
         const NAME: &str = "RotaryFrequencies::new";
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             return Err(Error::invalid(NAME, format!("head_dim {head_dim}"), "rotary pairs need an even head_dim"));
+        }
+        if head_dim > MAX_HEAD_DIM {
+            return Err(Error::invalid(NAME, format!("head_dim {head_dim}"), format!("use at most {MAX_HEAD_DIM}")));
         }
         // In f32, as it is used: 1e300 would be infinite, and all frequencies but the first zero.
         if !((theta as f32).is_normal() && theta > 0.0) {

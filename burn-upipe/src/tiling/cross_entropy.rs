@@ -237,8 +237,12 @@ where
         })
         .collect();
     let lengths = cut.clone();
+    let row_ignores = |row: &[i64], i: usize| row[starts[i]..starts[i] + cut[i]].contains(&IGNORE_INDEX);
+    let ignores: Vec<bool> = (0..cut.len()).map(|i| host.chunks(local.max(1)).any(|row| row_ignores(row, i))).collect();
     let f = move |module: &M, x: Tensor<3>, i: usize| {
         let targets = targets.clone().narrow(1, starts[i], lengths[i]);
+        // What is at a position without target reaches the weights' gradient as x * 0: a NaN there would be a NaN.
+        let x = if ignores[i] { without_ignored(x, &targets) } else { x };
         let logits = project(module, x);
         let vocabulary = logits.dims()[2];
         if largest >= vocabulary as i64 {
@@ -253,6 +257,13 @@ where
     let sum =
         catch(|| if tile.is_some() { recompute(NAME, module, x, 1, cut, Join::Sum, f) } else { f(module, x, 0) })?;
     Ok((sum, valid))
+}
+
+/// Zeros at the positions without target.
+fn without_ignored(x: Tensor<3>, targets: &Tensor<2, Int>) -> Tensor<3> {
+    let ignored = targets.clone().equal_elem(IGNORE_INDEX).unsqueeze_dim::<3>(2).expand(x.dims());
+    let ignored = beside(ignored, &x);
+    x.mask_fill(ignored, 0.0)
 }
 
 /// The sum of the losses of the valid targets, [1] in f32.
@@ -292,12 +303,13 @@ fn scalar(x: &Tensor<1>) -> f64 {
 }
 
 /// Bytes at the peak of [`tiled_cross_entropy`]'s backward pass above its inputs, outputs and weights, for a tile of n tokens:
-/// logits and their gradient in f32 (and in their own type, where that is a half), the softmax, and one tile of x and dx.
+/// logits and their gradient in f32 (and in their own type, where that is a half), the softmax, and one tile of x and dx, once more
+/// without what has no target.
 ///
 /// ```text
-/// B n (V (3 * 4 + 2 size if half) + 3 E size)
+/// B n (V (3 * 4 + 2 size if half) + E (4 size + 1))
 /// ```
 pub fn cross_entropy_bytes(batch: usize, tile: usize, vocabulary: usize, width: usize, size: usize) -> usize {
     let halves = if size < 4 { 2 * size } else { 0 };
-    batch * tile * (vocabulary * (3 * size.max(4) + halves) + 3 * width * size)
+    batch * tile * (vocabulary * (3 * size.max(4) + halves) + width * (4 * size + 1))
 }

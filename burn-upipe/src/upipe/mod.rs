@@ -37,5 +37,5 @@ pub use given::Given;
 pub use head_norm::HeadNorm;
 pub use module::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 pub use projection::{Projection, ProjectionWeights};
-pub use schedule::{RankStage, Schedule, Stage};
+pub use schedule::{MAX_ENTRIES, MAX_HEADS, RankStage, Schedule, Stage};
 pub use source::StageSource;

@@ -117,6 +117,15 @@ impl UPipeAttentionConfig {
             ));
         }
         Schedule::new(self.heads, self.kv_heads, 1, self.heads.max(1))?;
+        // Weights of this many elements can be addressed.
+        let elements = self.heads.checked_mul(self.head_dim).and_then(|width| width.checked_mul(self.d_model));
+        if elements.is_none_or(|count| count > isize::MAX as usize / size_of::<f64>()) {
+            return Err(Error::invalid(
+                NAME,
+                format!("d_model {}, {} heads of {}", self.d_model, self.heads, self.head_dim),
+                "make them smaller: no memory holds such weights",
+            ));
+        }
         if self.scale.is_some_and(|scale| !scale.is_finite()) {
             return Err(Error::invalid(NAME, format!("scale {:?}", self.scale), "use a finite number, or None"));
         }

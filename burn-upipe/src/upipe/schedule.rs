@@ -5,6 +5,12 @@ use std::fmt;
 use burn_context_parallel::attention::HeadSplit;
 use burn_context_parallel::{Error, Result};
 
+/// The most query heads of a [`Schedule`].
+pub const MAX_HEADS: usize = 1 << 14;
+
+/// The most entries of a [`Schedule`], stages times ranks.
+pub const MAX_ENTRIES: usize = 1 << 20;
+
 /// Every stage of one U-Pipe attention: a pure value, the same on all ranks.
 ///
 /// Each rank owns consecutive query heads, as in Ulysses ([`HeadSplit`]), and walks them in order. A stage takes U heads: the
@@ -56,7 +62,12 @@ impl Schedule {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `per_stage` is not in `1..=heads`, or the counts do not fit ([`HeadSplit::new`]).
+    /// [`Error::Invalid`] if `per_stage` is not in `1..=heads`, the counts do not fit ([`HeadSplit::new`]), or they are beyond
+    /// [`MAX_HEADS`] or [`MAX_ENTRIES`].
+    ///
+    /// # Memory
+    ///
+    /// About 100 bytes an entry.
     pub fn new(heads: usize, kv_heads: usize, ranks: usize, per_stage: usize) -> Result<Self> {
         let split = HeadSplit::new(heads, kv_heads, ranks)?;
         if per_stage == 0 || per_stage > heads {
@@ -64,6 +75,16 @@ impl Schedule {
                 "Schedule::new",
                 format!("{per_stage} heads a stage of {heads} query heads"),
                 format!("use 1 to {heads}; multiples of the {ranks} ranks keep all of them equally busy"),
+            ));
+        }
+        let entries = heads.div_ceil(per_stage).saturating_mul(ranks);
+        if heads > MAX_HEADS || entries > MAX_ENTRIES {
+            return Err(Error::invalid(
+                "Schedule::new",
+                format!("{heads} heads, {per_stage} a stage, on {ranks} ranks"),
+                format!(
+                    "use at most {MAX_HEADS} heads, and more of them a stage: stages times ranks are at most {MAX_ENTRIES}"
+                ),
             ));
         }
         let longest = split.queries(0).len(); // rank 0 is never shorter than another
