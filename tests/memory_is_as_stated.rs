@@ -3,6 +3,9 @@
 //! The counting allocator sees all ranks together, exchange buffers included, and every other thread as well. So this file is one
 //! test: nothing else runs, ends, or frees what it held, while something is counted.
 
+// What was counted, for --nocapture.
+#![allow(clippy::print_stdout)]
+
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_context_parallel::attention::{ContextParallelDevice, HeadSplit, SequenceContext, ulysses, ulysses_bytes};
@@ -12,7 +15,7 @@ use burn_context_parallel::sequence::{Batch, RotaryFrequencies, SequenceLayout, 
 use burn_upipe::checkpoint;
 use burn_upipe::profile::heap::{self, CountingAllocator};
 use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, cross_entropy_bytes, tile_bytes};
-use burn_upipe::upipe::{self, AttentionScheme, Projection, ProjectionWeights, Schedule};
+use burn_upipe::upipe::{self, AttentionScheme, HeadNorm, Projection, ProjectionWeights, Schedule};
 use llama::{Llama, LlamaConfig, ParallelConfig};
 use tests::on_ranks;
 
@@ -54,7 +57,7 @@ struct Peaks {
     backward: f64,
 }
 
-fn measure(stage_heads: Option<usize>, width: usize, trainable: bool) -> Peaks {
+fn measure(stage_heads: Option<usize>, width: usize, trainable: bool, normed: bool) -> Peaks {
     use large::*;
     let device = Device::flex();
     let random = |dims: [usize; 2]| Tensor::<2>::random(dims, Distribution::Normal(0.0, 0.02), &device);
@@ -69,6 +72,7 @@ fn measure(stage_heads: Option<usize>, width: usize, trainable: bool) -> Peaks {
         let context = SequenceContext::from_layout(&world, layout.clone(), 1)?;
         let leaf = |x: &Tensor<2>| x.clone().autodiff().set_require_grad(trainable);
         let [wq, wk, wv] = [&weights[0], &weights[1], &weights[2]].map(leaf);
+        let [gamma_q, gamma_k] = [(); 2].map(|()| Tensor::<1>::ones([DIM], &device).autodiff().require_grad());
         let x = layout.cut(&x, 1, world.rank()).copied().autodiff().require_grad();
         let d_out = Tensor::<4>::ones([1, x.dims()[1], HEADS, DIM], &x.device().inner());
         let table = context.rotary(&rotary, x.dtype(), &x.device());
@@ -94,7 +98,8 @@ fn measure(stage_heads: Option<usize>, width: usize, trainable: bool) -> Peaks {
                     k: wk.clone(),
                     v: wv.clone(),
                     biases: [None, None, None],
-                    norms: [None, None],
+                    norms: [&gamma_q, &gamma_k]
+                        .map(|gamma| normed.then(|| HeadNorm { gamma: gamma.clone(), epsilon: 1e-6 })),
                 };
                 let (source, inputs) = Projection::new(x.clone(), parts, DIM, Some(table));
                 upipe::upipe(source, inputs, &schedule, &FlashOptions::causal(), &context)?
@@ -144,13 +149,20 @@ impl Copied for Tensor<3> {
 }
 
 /// As wide as its heads, as models are; weights frozen, since with only 4096 tokens their gradients (one copy a rank) would outweigh
-/// everything else. Then narrow and trained, so that the products of weight gradients are counted, too.
+/// everything else. Narrow and trained as well, so that the products of weight gradients are counted, too. And with norms on heads, of
+/// which a part's intermediates exist at a time.
 fn upipe_needs_a_quarter_of_ulysses() {
-    for (width, trainable) in [(64, true), (large::HEADS * large::DIM, false)] {
-        let staged = measure(Some(8), width, trainable);
-        let whole = measure(None, width, trainable);
+    let wide = large::HEADS * large::DIM;
+    for (width, trainable, normed) in [(64, true, false), (wide, false, false), (wide, false, true)] {
+        let staged = measure(Some(8), width, trainable, normed);
+        // Ulysses without norms: with them it keeps more.
+        let whole = measure(None, width, trainable, false);
         let u = large::WHOLE as f64;
-        println!("E = {width}, weights {}:", if trainable { "trained" } else { "frozen" });
+        println!(
+            "E = {width}, weights {}, {} norms on heads:",
+            if trainable { "trained" } else { "frozen" },
+            if normed { "with" } else { "without" }
+        );
         for (name, peaks) in [("U-Pipe", &staged), ("Ulysses", &whole)] {
             println!(
                 "{name:8} forward {:7.1} MiB = {:.2} u, backward {:7.1} MiB = {:.2} u",

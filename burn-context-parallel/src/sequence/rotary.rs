@@ -1,5 +1,7 @@
 //! Rotary positions (half-rotation, as Hugging Face's Llama), from positions and never from indices.
 
+use std::sync::Arc;
+
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use crate::vjp::{Inputs, custom_vjp};
@@ -19,7 +21,7 @@ pub const MAX_HEAD_DIM: usize = 1 << 16;
 /// RoFormer, arXiv 2104.09864.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RotaryFrequencies {
-    inv_freq: Vec<f32>,
+    inv_freq: Arc<[f32]>, // every layer has a handle to them
     attention_factor: f64,
 }
 
@@ -43,12 +45,13 @@ impl RotaryFrequencies {
         }
         let half = head_dim / 2;
         // In f32, as PyTorch computes them: pretrained weights expect these very frequencies.
-        let inv_freq = (0..half).map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32)).collect();
+        let inv_freq =
+            (0..half).map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32)).collect::<Vec<_>>();
         Ok(Self::from_values(inv_freq))
     }
 
     pub(super) fn from_values(inv_freq: Vec<f32>) -> Self {
-        Self { inv_freq, attention_factor: 1.0 }
+        Self { inv_freq: inv_freq.into(), attention_factor: 1.0 }
     }
 
     /// Multiplies cos and sin, hence every rotated vector, by `factor`: scores by its square.
@@ -64,7 +67,7 @@ impl RotaryFrequencies {
 
     /// Rescales each frequency, for context extension.
     pub fn map(mut self, f: impl Fn(f32) -> f32) -> Self {
-        self.inv_freq.iter_mut().for_each(|value| *value = f(*value));
+        self.inv_freq = self.inv_freq.iter().map(|value| f(*value)).collect();
         self
     }
 
@@ -95,7 +98,7 @@ impl RotaryFrequencies {
         let mut cos = Vec::with_capacity(positions.len() * half);
         let mut sin = Vec::with_capacity(positions.len() * half);
         for position in positions {
-            for frequency in &self.inv_freq {
+            for frequency in self.inv_freq.iter() {
                 let (s, c) = (*position as f64 * f64::from(*frequency)).sin_cos();
                 cos.push(c * self.attention_factor);
                 sin.push(s * self.attention_factor);

@@ -6,6 +6,9 @@
 //! ```text
 //! h = B S D size,   and of this rank's tokens, for all ranks, P (B L D size) = h
 //! ```
+//!
+//! What a part is on its way through (projected, normed, rotated, for one rank at a time) is not counted: a few times n h / P, with
+//! norms on heads in f32.
 
 use super::Schedule;
 

@@ -285,7 +285,7 @@ mod tests {
     #[case(json!([{ "role": "user", "content": "a" }, { "content": "b" }]), "message 2 has no role")]
     #[case(json!([{ "role": "user" }]), "message 1 has no content")]
     #[case(json!([{ "role": 3, "content": "a" }]), "message 1: role is 3")]
-    fn conversations_of_another_form_are_refused(#[case] messages: Value, #[case] expected: &str) {
+    fn conversations_of_another_form_are_refused(#[case] messages: Json, #[case] expected: &str) {
         assert_eq!(encode(CHATML, messages).unwrap_err().0, expected);
     }
 

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use clap::CommandFactory;
+use toml::Value;
 use toml::de::{DeTable, DeValue};
-use toml::{Table, Value};
 
 use crate::cli::Args;
 use crate::error::{Error, Result};
@@ -99,10 +99,9 @@ fn near(name: &str, known: &[String]) -> String {
 /// The plan as a file that `--config` takes: the same run again, with everything decided. Without `out`, which is a new
 /// folder each time.
 pub(crate) fn resolved(plan: &Plan) -> String {
-    let mut table = Table::new();
-    let mut set = |name: &str, value: Value| {
-        table.insert(name.to_owned(), value);
-    };
+    let mut file = "# This run again, in a folder of its own: finetune --config THIS_FILE --out NEW\n".to_owned();
+    // Line by line, in the order of --help; a table would sort them.
+    let mut set = |name: &str, value: Value| file += &format!("{name} = {value}\n");
     let number = |number: usize| Value::Integer(i64::try_from(number).unwrap_or(i64::MAX));
     let text = |text: String| Value::String(text);
     let tile = |tile: Option<usize>| tile.map_or_else(|| text("off".into()), number);
@@ -117,8 +116,9 @@ pub(crate) fn resolved(plan: &Plan) -> String {
         set("model", path(folder));
     }
     set("tokens", text(word(args.tokens)));
-    let data = if args.data.is_empty() { &plan.corpus.files } else { &args.data };
-    set("data", Value::Array(data.iter().map(|data| path(data)).collect()));
+    if !args.data.is_empty() {
+        set("data", Value::Array(args.data.iter().map(|data| path(data)).collect()));
+    }
     set("seq-len", number(plan.seq_len));
     set("packing", text(word(plan.packing)));
     if let Some(sequences) = args.sequences {
@@ -148,5 +148,5 @@ pub(crate) fn resolved(plan: &Plan) -> String {
     if plan.eval {
         set("eval", Value::Boolean(true));
     }
-    format!("# This run again, in a folder of its own: finetune --config THIS_FILE --out NEW\n{table}")
+    file
 }

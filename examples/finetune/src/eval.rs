@@ -4,7 +4,7 @@ use std::fmt;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use llama::Llama;
+use llama::{Llama, precision};
 use serde::Serialize;
 
 use crate::error::Result;
@@ -40,6 +40,7 @@ impl fmt::Display for Evaluation {
 pub fn evaluate(plan: &Plan, model: Llama, report: impl Fn(usize) + Send + Sync + 'static) -> Result<Evaluation> {
     let device = Device::flex();
     on_ranks(plan, model.valid(), &device.clone(), move |plan, model, world| {
+        let model = precision::compute(&model, plan.precision.dtype());
         let targets = plan.corpus.targets();
         let all: Vec<usize> = (0..plan.corpus.sequences()).collect();
         let mut loss = 0.0;

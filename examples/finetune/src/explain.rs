@@ -32,7 +32,7 @@ impl fmt::Display for Plan {
                 c.num_attention_heads,
                 c.num_key_value_heads,
                 c.head_dim,
-                self.parameters()
+                c.num_params()
             ),
         )?;
         if self.seq_len > c.max_position_embeddings {

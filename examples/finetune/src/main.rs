@@ -10,7 +10,12 @@ use burn_upipe::profile::heap::CountingAllocator;
 static HEAP: CountingAllocator = CountingAllocator;
 
 fn main() -> ExitCode {
-    env_logger::Builder::new().filter_level(log::LevelFilter::Warn).init();
+    // Other crates' warnings would come before the line that says what is wrong.
+    let mut logger = env_logger::Builder::new();
+    for ours in ["burn_context_parallel", "burn_upipe", "llama", "finetune"] {
+        logger.filter_module(ours, log::LevelFilter::Warn);
+    }
+    logger.init();
     let args = match finetune::Args::read(std::env::args_os()) {
         Ok(args) => args,
         // --help

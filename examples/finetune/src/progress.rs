@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::error::{Error, Result};
 
-/// Where a run says what it does; a clone is a handle.
+/// Where a run says what it does; a clone is a handle. The default says nothing.
 #[derive(Clone)]
 pub struct Voice {
     say: Arc<Mutex<dyn Write + Send>>,
@@ -75,14 +75,14 @@ impl Voice {
     }
 }
 
+/// Takes the bar away at the end of a block, also after an error, whose message must stand alone.
+pub(crate) struct Bar<'a>(pub &'a Voice);
+
 impl Drop for Bar<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
 }
-
-/// Takes the bar away at the end of a block, also after an error, whose message must stand alone.
-pub(crate) struct Bar<'a>(pub &'a Voice);
 
 impl Default for Voice {
     fn default() -> Self {

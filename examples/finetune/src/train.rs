@@ -6,11 +6,11 @@ use std::time::Instant;
 
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::Device;
+use burn::tensor::{DType, Device};
 use burn_context_parallel::collective::sum_gradients;
 use burn_context_parallel::group::ProcessGroup;
 use burn_upipe::profile::heap;
-use llama::{Llama, adamw, clip_grad_norm, load};
+use llama::{Llama, adamw, clip_grad_norm, load_as, precision};
 
 use crate::error::{Error, Result};
 use crate::metrics::StepMetrics;
@@ -57,7 +57,8 @@ pub fn initial_model(plan: &Plan) -> Result<Llama> {
             Llama::init(&plan.config, &plan.parallel, &device).map_err(Error::Model)
         }
         ModelSource::Folder(folder) => {
-            load(folder, &plan.parallel, &device).map(|(model, _)| model).map_err(Error::Model)
+            // f32 whatever the file has: these are the weights that the optimizer changes.
+            load_as(folder, &plan.parallel, &device, DType::F32).map(|(model, _)| model).map_err(Error::Model)
         }
     }
 }
@@ -70,8 +71,8 @@ pub fn initial_model(plan: &Plan) -> Result<Llama> {
 ///
 /// # Memory
 ///
-/// A rank: weights, gradients and two moments; with several micro-batches a step one more copy of the gradients; the first
-/// rank one more copy of the weights, the last good ones.
+/// A rank: weights, gradients and two moments; with several micro-batches a step one more copy of the gradients; in bf16 the
+/// weights once more at half their size; the first rank one more copy of the weights, the last good ones.
 pub fn train(
     plan: &Plan,
     model: Llama,
@@ -138,13 +139,16 @@ fn gradients(
     device: &Device,
 ) -> RankResult<(f64, GradientsParams)> {
     let (batches, targets) = micro_batches(plan, sequences)?;
+    // Rounded anew each step: what an update adds gathers in f32, however small it is.
+    let compute = precision::compute(model, plan.precision.dtype());
     let mut accumulated = GradientsAccumulator::new();
     let mut value = 0.0;
     for batch in batches {
         let shard = batch.shard(&plan.layout, world.rank(), device)?;
-        let share = model.loss_over(&shard, world, targets)?.share;
+        let share = compute.loss_over(&shard, world, targets)?.share;
         value += number(&share);
-        accumulated.accumulate(model, GradientsParams::from_grads(share.backward(), model));
+        let grads = GradientsParams::from_grads(share.backward(), &compute);
+        accumulated.accumulate(model, precision::to_f32(grads, model));
     }
     Ok((sum(value, world)?, accumulated.grads()))
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use burn::tensor::DType;
 use clap::ValueEnum;
 
 /// How attention runs.
@@ -70,6 +71,16 @@ pub enum Precision {
     F32,
     /// 16 bits with the range of f32.
     Bf16,
+}
+
+impl Precision {
+    /// As tensors have it.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+        }
+    }
 }
 
 /// The word that is typed for a value.

@@ -45,7 +45,7 @@ static ONE_DEVICE: LazyLock<Vec<StepMetrics>> = LazyLock::new(|| {
 #[case("--attention ulysses --ranks 2")]
 #[case("--attention ulysses --ranks 3 --checkpoint off --mlp-tile off --norm-tile off --loss-tile off")]
 #[case("--attention ulysses --ranks 7 --norm-tile off")]
-#[case("--data-order file --epochs 1 --sequences 3")]
+#[case("--data-order file --sequences 3 --ranks 2")]
 fn losses_and_norms_are_those_of_one_device(#[case] args: &str) {
     let out = tempfile::tempdir().unwrap();
     let steps = train(&format!("{args} --seq-len 101 --steps 3 --lr 1e-3 --clip 1.0"), out.path());
@@ -56,6 +56,23 @@ fn losses_and_norms_are_those_of_one_device(#[case] args: &str) {
             close(step.loss, expected.loss) && close(step.grad_norm, expected.grad_norm),
             "{args}: {step:?}, on one device {expected:?}"
         );
+    }
+}
+
+/// Compute in bf16 is near, with master weights that learn as those of f32 do.
+#[rstest]
+#[case("--attention single")]
+#[case("--ranks 2")]
+#[case("--ranks 3 --batch 2")]
+fn bf16_stays_near_f32(#[case] args: &str) {
+    let run = |dtype: &str| {
+        let out = tempfile::tempdir().unwrap();
+        train(&format!("{args} --seq-len 101 --steps 3 --lr 1e-3 --dtype {dtype}"), out.path())
+    };
+    let (found, expected) = (run("bf16"), run("f32"));
+    assert!(found[0].loss != expected[0].loss, "bf16 is at work");
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found.loss - expected.loss).abs() <= 0.01 * expected.loss, "{args}: {found:?}, in f32 {expected:?}");
     }
 }
 

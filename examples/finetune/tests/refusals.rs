@@ -118,6 +118,7 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 // What is typed.
 #[case("--ranks 0", "invalid value '0' for '--ranks", "give a whole number from 1")]
 #[case("--ranks 1000000000", "--ranks 1000000000", "use at most")]
+#[case("--ranks 65", "--ranks 65 for sequences of 64 tokens", "use at most 64")]
 #[case("--ranks -3", "invalid value '-3' for '--ranks", "give a whole number")]
 #[case("--steps 0", "invalid value '0' for '--steps", "give a whole number from 1")]
 #[case("--steps 1000000000", "--steps 1000000000", "use at most 100000000")]

@@ -6,6 +6,7 @@ use burn::module::Module;
 use burn::nn::{Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::silu;
 use burn::tensor::{Device, Tensor};
+use burn_context_parallel::sequence::RotaryFrequencies;
 use burn_upipe::tiling::{TiledMlp, TiledNorm};
 use burn_upipe::upipe::{UPipeAttention, UPipeAttentionConfig};
 
@@ -46,7 +47,12 @@ pub struct Mlp {
 
 impl Block {
     /// A block with random weights that are not drawn yet: loading replaces them before they exist.
-    pub(crate) fn lazy(config: &LlamaConfig, layer: usize, device: &Device) -> Result<Self> {
+    pub(crate) fn lazy(
+        config: &LlamaConfig,
+        layer: usize,
+        rotary: &RotaryFrequencies,
+        device: &Device,
+    ) -> Result<Self> {
         let norm = || TiledNorm::new(norm(config, device), None);
         let (width, inner) = (config.hidden_size, config.intermediate_size);
         let (heads, kv_heads, dim) = (config.num_attention_heads, config.num_key_value_heads, config.head_dim);
@@ -57,7 +63,7 @@ impl Block {
             .with_qk_norm(config.qk_norm())
             .with_window(config.window(layer))
             .init(device)?
-            .with_rotary(config.frequencies()?)?;
+            .with_rotary(rotary.clone())?;
         // The module knows no initialisation but its own; these models' is normal.
         self_attn.q_proj = linear(config, width, heads * dim, qkv_bias, device);
         self_attn.k_proj = linear(config, width, kv_heads * dim, qkv_bias, device);

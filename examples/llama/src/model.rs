@@ -65,8 +65,9 @@ impl Llama {
     /// As [`init`](Self::init), but weights are drawn when they are first used.
     pub(crate) fn lazy(config: &LlamaConfig, device: &Device) -> Result<Self> {
         config.check()?;
+        let rotary = config.frequencies()?;
         let layers = (0..config.num_hidden_layers)
-            .map(|layer| Ok(Checkpointed::new(Block::lazy(config, layer, device)?).enabled(false)))
+            .map(|layer| Ok(Checkpointed::new(Block::lazy(config, layer, &rotary, device)?).enabled(false)))
             .collect::<Result<_>>()?;
         let lm_head = (!config.tie_word_embeddings)
             .then(|| block::linear(config, config.hidden_size, config.vocab_size, false, device));

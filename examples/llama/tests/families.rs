@@ -271,3 +271,78 @@ fn a_type_that_is_no_float_is_an_error() {
     let error = load_as(&folder("llama"), &ParallelConfig::none(), &Device::flex(), DType::I32).unwrap_err();
     assert!(error.is_unsupported() && error.to_string().contains("I32"), "{error}");
 }
+
+/// Any field, whatever is in it: a configuration or an error, never a panic, and never a model that takes the machine.
+#[test]
+fn odd_values_in_any_field_never_panic() {
+    let odd = json!([null, true, -1, 0, 1, 7, 2.5, 1e308, -1e308, u64::MAX, "", "yarn", [], [1], {}, {"type": "yarn", "factor": 0}]);
+    let fields = [
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "initializer_range",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "attention_dropout",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+        "layer_types",
+    ];
+    let rope = [
+        "rope_type",
+        "type",
+        "factor",
+        "rope_theta",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "original_max_position_embeddings",
+    ];
+    let (mut good, mut bad) = (0, 0);
+    let mut count = |result: Result<LlamaConfig, LlamaError>| match result {
+        Ok(config) => {
+            good += 1;
+            assert_eq!(parse(&config.to_json()).map(|again| again.num_params()).ok(), Some(config.num_params()));
+        }
+        Err(error) => {
+            bad += 1;
+            assert!(error.to_string().starts_with("config.json: "), "{error}");
+        }
+    };
+    for family in ["llama", "mistral", "qwen2", "qwen3"] {
+        for value in odd.as_array().unwrap() {
+            for field in fields {
+                count(parse(&config(family, json!({"use_sliding_window": true, field: value}))));
+            }
+            for kind in ["linear", "llama3", "yarn"] {
+                for field in rope {
+                    let mut scaling =
+                        json!({"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
+                    scaling[field] = value.clone();
+                    count(parse(&config(family, json!({"rope_parameters": scaling}))));
+                }
+            }
+        }
+    }
+    assert!(good > 500 && bad > 500, "{good} read, {bad} refused");
+}

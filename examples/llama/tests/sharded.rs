@@ -214,3 +214,31 @@ fn any_float_file_loads_as_any_float(
     assert_eq!(weight.dtype(), wanted);
     assert_eq!(weight.into_data().iter::<f32>().collect::<Vec<_>>(), expected);
 }
+
+/// Bytes of the header changed at random: the model, or an error that names a file.
+#[test]
+fn a_damaged_header_never_panics() {
+    const BYTES: &[u8] = b"0123456789{}[]\",:-eFU \x00\xff";
+    let mut state = 7u64;
+    let mut random = |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    let folder = copy();
+    let path = folder.path().join(FIRST);
+    let whole = fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let mut refused = 0;
+    for _ in 0..400 {
+        let mut bytes = whole.clone();
+        for _ in 0..1 + random(3) {
+            bytes[8 + random(header - 8)] = BYTES[random(BYTES.len())];
+        }
+        fs::write(&path, &bytes).unwrap();
+        if let Err(error) = load(folder.path(), &ParallelConfig::none(), &Device::flex()) {
+            assert!(matches!(error, LlamaError::Weights { .. } | LlamaError::Mismatch { .. }), "{error:?}");
+            refused += 1;
+        }
+    }
+    assert!(refused > 300, "{refused}");
+}

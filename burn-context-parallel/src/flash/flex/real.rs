@@ -141,7 +141,7 @@ impl Real for f32 {
     #[inline(always)]
     fn tanh<S: Simd>(s: S, x: S::f32s) -> S::f32s {
         // x + x^3 (c0 + c1 x^2 + ..) up to 0.625 (Cephes' coefficients), since 1 - 2 / (e^2x + 1) loses the digits of small results.
-        const C: [f32; 5] = [-0.333_332_82, 0.133_314_42, -0.053_739_715, 0.020_639_088, -0.005_704_988_7];
+        const C: [f32; 5] = [-0.333_332_8, 0.133_314_42, -0.053_739_715, 0.020_639_088, -0.005_704_988_7];
         let (one, two) = (s.splat_f32s(1.0), s.splat_f32s(2.0));
         let size = s.abs_f32s(x);
         let square = s.mul_f32s(x, x);

@@ -164,17 +164,21 @@ impl LlamaConfig {
     /// # Ok::<(), llama::LlamaError>(())
     /// ```
     pub fn num_params(&self) -> usize {
-        let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
-        let (e, f) = (self.hidden_size, self.intermediate_size);
-        let when = |has: bool, count: usize| if has { count } else { 0 };
+        // Each number is checked, their products are not: in 128 bits nothing overflows.
+        let wide = |count: usize| count as u128;
+        let dim = wide(self.head_dim);
+        let (q, kv) = (wide(self.num_attention_heads) * dim, wide(self.num_key_value_heads) * dim);
+        let (e, f) = (wide(self.hidden_size), wide(self.intermediate_size));
+        let when = |has: bool, count: u128| if has { count } else { 0 };
         let attention = 2 * e * q
             + 2 * e * kv
             + when(self.qkv_bias(), q + 2 * kv)
             + when(self.output_bias(), e)
-            + when(self.qk_norm().is_some(), 2 * self.head_dim);
+            + when(self.qk_norm().is_some(), 2 * dim);
         let mlp = 3 * e * f + when(self.mlp_bias, 2 * f + e);
         let tables = if self.tie_word_embeddings { 1 } else { 2 };
-        tables * self.vocab_size * e + self.num_hidden_layers * (attention + mlp + 2 * e) + e
+        let all = tables * wide(self.vocab_size) * e + wide(self.num_hidden_layers) * (attention + mlp + 2 * e) + e;
+        usize::try_from(all).unwrap_or(usize::MAX)
     }
 
     /// The rotary frequencies of this model.
