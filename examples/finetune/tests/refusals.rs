@@ -249,7 +249,7 @@ fn a_file_that_may_not_be_read_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("secret.txt");
     fs::write(&path, "text").unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0)).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).unwrap();
     let readable = fs::read(&path).is_ok();
     let output = Command::new(env!("CARGO_BIN_EXE_finetune"))
         .current_dir(folder.path())
