@@ -211,7 +211,7 @@ fn boundaries_and_numbers_are_the_same_documents(#[values(1, 2, 3, 4)] ranks: us
     let numbers = [7, 3, 9, 4].iter().zip(lengths).flat_map(|(id, len)| vec![*id; len]).collect();
     let batches = [
         Batch::packed(&[documents], 20).unwrap(),
-        Batch::from_rows(&[tokens.clone()])
+        Batch::from_rows(std::slice::from_ref(&tokens))
             .unwrap()
             .with_documents(Documents::from_cu_seqlens(&[0, 3, 4, 15, 20]).unwrap())
             .unwrap(),

@@ -1,5 +1,8 @@
 //! Rotary frequencies are transformers' own under every scaling, and the module rotates by the positions it is given.
 
+// The digits that PyTorch prints.
+#![allow(clippy::excessive_precision)]
+
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_context_parallel::Error;
 use burn_context_parallel::sequence::{

@@ -79,7 +79,7 @@ mod tests {
         loss_curve(&path, &steps).unwrap();
         let svg = std::fs::read_to_string(path).unwrap();
         assert!(svg.starts_with("<svg") && svg.contains("loss (nats a token)"));
-        let line = svg.lines().filter(|line| line.contains("<polyline") && line.contains("#0000FF")).next_back();
+        let line = svg.lines().rfind(|line| line.contains("<polyline") && line.contains("#0000FF"));
         let points = line.map_or(0, |line| line.split("points=\"").nth(1).unwrap().trim().split(' ').count() - 1);
         assert!(points >= count || count == 1 && svg.contains("<circle"), "{points} points: {svg}");
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use burn::tensor::Device;
-use llama::{Llama, LlamaConfig, ParallelConfig, load};
+use llama::{ParallelConfig, load};
 
 fn finetune(folder: &Path, args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_finetune")).current_dir(folder).args(args.split_whitespace()).output().unwrap()
