@@ -238,7 +238,7 @@ fn output(scheme: AttentionScheme, causal: bool, ranks: usize, changed: Option<u
         }
         let module = UPipeAttentionConfig::new(8, 6, 3, 4).with_causal(causal).init(&device)?.with_scheme(scheme)?;
         let module = filled(module, 20, DType::F32, 1.0);
-        let documents = Documents::from_lengths(&[5, 1, 9, 8]);
+        let documents = Documents::from_lengths(&[5, 1, 9, 8]).unwrap();
         let batch = Batch::from_rows(&[vec![0; 23]])?.with_documents(documents)?;
         let shard = batch.shard(&of_ranks, world.rank(), &device)?;
         let context = SequenceContext::new(&world, &shard)?;
@@ -268,4 +268,24 @@ fn a_changed_token_changes_no_bit_of_another_document(
             assert_ne!(part(&before), part(&after), "the token sees itself");
         }
     }
+}
+
+/// Positions that are given stay, in whichever order they and the documents come; documents bound attention and targets as ever.
+#[test]
+fn given_positions_are_kept_beside_documents() {
+    let tokens = || Batch::from_rows(&[(0..8).collect()]).unwrap();
+    let documents = || Documents::from_lengths(&[3, 5]).unwrap();
+    let positions = || PerToken::shared((100..108).collect());
+    let batches = [
+        tokens().with_positions(positions()).unwrap().with_documents(documents()).unwrap(),
+        tokens().with_documents(documents()).unwrap().with_positions(positions()).unwrap(),
+    ];
+    assert_eq!(batches[0], batches[1]);
+    let shard = batches[0].shard(&SequenceLayout::contiguous(8, 2).unwrap(), 1, &Device::flex()).unwrap();
+    assert_eq!(shard.positions_host()[..], [104, 105, 106, 107]);
+    assert_eq!(shard.documents(), Some(&documents()));
+    assert_eq!(batches[0].valid(), 2 + 4);
+    let restarting = tokens().with_documents(documents()).unwrap();
+    let shard = restarting.shard(&SequenceLayout::contiguous(8, 2).unwrap(), 1, &Device::flex()).unwrap();
+    assert_eq!(shard.positions_host()[..], [1, 2, 3, 4]);
 }

@@ -10,6 +10,7 @@ use burn_context_parallel::attention::{
     scope,
 };
 use burn_context_parallel::flash::FlashOptions;
+use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::{Batch, Documents, PerToken, SequenceLayout};
 use burn_context_parallel::{Error, Result};
 use rstest::rstest;
@@ -296,7 +297,8 @@ fn documents_bound_cross_attention() {
     let x = |seed, len| tensor::<3>(&values(seed, &[1, len, WIDTH]), DType::F64, &device);
     let (q, k) = (x(1, 5), x(2, 7));
     let input = FlashMhaInput::new(q.clone(), k.clone(), k.clone());
-    let packed = module.forward(input.documents(Documents::from_lengths(&[2, 3]), Documents::from_lengths(&[4, 3])));
+    let packed = module
+        .forward(input.documents(Documents::from_lengths(&[2, 3]).unwrap(), Documents::from_lengths(&[4, 3]).unwrap()));
     let alone = |q0, q_len, k0, k_len| {
         let keys = k.clone().narrow(1, k0, k_len);
         module.forward(FlashMhaInput::new(q.clone().narrow(1, q0, q_len), keys.clone(), keys))
@@ -350,6 +352,31 @@ fn a_dense_mask_is_taken_by_name_only() {
     });
 }
 
+/// In a scope the batch brings the documents: a dense mask does not let others take their place.
+#[test]
+fn a_dense_mask_stays_within_the_documents_of_the_scope() {
+    let device = Device::flex();
+    let module = ours(4, DType::F64, &device);
+    let documents = || Documents::from_lengths(&[3, 5]).unwrap();
+    let batch = Batch::from_rows(&[(0..8).collect()]).unwrap().with_documents(documents()).unwrap();
+    let cp = device.context_parallel(&ProcessGroup::single());
+    let shard = cp.shard(&batch).unwrap();
+    let x = tensor::<3>(&values(1, &[1, 8, WIDTH]), DType::F64, &device);
+    let mask = Tensor::<3, Bool>::from_data(
+        TensorData::new((0..64).map(|i| i % 5 == 1).collect::<Vec<_>>(), [1, 8, 8]),
+        &device,
+    );
+    let input = || FlashMhaInput::self_attn(x.clone()).mask_attn(mask.clone());
+    let inside = cp.scope(&shard, || module.forward_dense(input())).unwrap();
+    let outside = module.forward_dense(input().documents(documents(), documents())).unwrap();
+    assert_eq!(inside.into_data(), outside.into_data());
+    let error = cp.scope(&shard, || module.forward_dense(input().documents(documents(), documents()))).unwrap_err();
+    assert!(error.to_string().contains("give documents with the batch"), "{error}");
+    let other = Tensor::<3>::zeros([1, 5, WIDTH], (&device, DType::F64));
+    let error = cp.scope(&shard, || module.forward_dense(FlashMhaInput::self_attn(other))).unwrap_err();
+    assert!(error.to_string().contains("5 tokens where rank 0 of 1 holds"), "{error}");
+}
+
 #[test]
 fn keys_of_another_length_in_a_scope_are_told_where_to_go() {
     on_ranks(2, |world| {
@@ -401,7 +428,7 @@ fn what_describes_no_attention_is_an_error() {
     }
     let module = || config(8, 2).init(&device).unwrap();
     for options in [
-        FlashOptions::causal().with_documents(Documents::from_lengths(&[3])),
+        FlashOptions::causal().with_documents(Documents::from_lengths(&[3]).unwrap()),
         FlashOptions::causal().with_offsets(1, 0),
         FlashOptions::causal().with_window(0),
     ] {
@@ -413,7 +440,8 @@ fn what_describes_no_attention_is_an_error() {
         FlashMhaInput::new(x([1, 4, 8]), x([2, 4, 8]), x([2, 4, 8])),
         FlashMhaInput::new(x([1, 4, 8]), x([1, 4, 8]), x([1, 5, 8])),
         FlashMhaInput::self_attn(x([1, 4, 8])).mask_pad(Tensor::from_data([[true, false]], &device)),
-        FlashMhaInput::self_attn(x([1, 4, 8])).documents(Documents::from_lengths(&[4]), Documents::from_lengths(&[5])),
+        FlashMhaInput::self_attn(x([1, 4, 8]))
+            .documents(Documents::from_lengths(&[4]).unwrap(), Documents::from_lengths(&[5]).unwrap()),
     ] {
         assert!(matches!(module().try_forward(input), Err(Error::Invalid { .. })));
     }

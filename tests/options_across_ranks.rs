@@ -192,7 +192,7 @@ fn one_side_may_share_its_row(#[values(None, Some(1))] per_stage: Option<usize>,
 /// The documents of a batch bound U-Pipe through the context as those in the options do.
 #[rstest]
 fn a_batchs_documents_reach_upipe(#[values(2, 3)] ranks: usize) {
-    let documents = Documents::from_lengths(&[4, 9, 6]);
+    let documents = Documents::from_lengths(&[4, 9, 6]).unwrap();
     let (of_ranks, options) = (documents.clone(), FlashOptions::causal().with_window(5));
     let layout = SequenceLayout::contiguous(19, ranks).unwrap();
     let case = Case {

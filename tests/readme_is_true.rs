@@ -141,7 +141,7 @@ fn attend(world: ProcessGroup, ask: Ask) -> Result<()> {
         let mut options = if ask.causal { FlashOptions::causal() } else { FlashOptions::full() };
         (options.window, options.lookahead) = (ask.window, ask.lookahead);
         if ask.documents {
-            options = options.with_documents(Documents::from_lengths(&[ask.seq - 5, 5]));
+            options = options.with_documents(Documents::from_lengths(&[ask.seq - 5, 5]).unwrap());
         }
         if ask.positions {
             let positions = PerToken::shared((0..ask.seq as i64).rev().collect());

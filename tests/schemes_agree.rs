@@ -256,13 +256,13 @@ fn a_single_bias_is_not_dropped() {
     }
 }
 
-/// Adapters on the projections: U-Pipe reads the weights that they make, and their factors get the gradients of one device.
-#[test]
-fn lora_composes_with_upipe() {
+/// Adapters on the projections: U-Pipe reads the weights that they make, and their factors get the gradients of one device, summed
+/// over ranks.
+#[rstest]
+fn lora_composes_with_upipe(#[values(1, 2, 3)] ranks: usize) {
     use burn::module::Lora;
 
-    let device = Device::flex().autodiff();
-    let adapted = |scheme| {
+    let adapted = move |scheme| {
         struct Fill(u64);
         impl burn::module::ModuleMapper for Fill {
             fn map_float<const D: usize>(
@@ -279,7 +279,8 @@ fn lora_composes_with_upipe() {
             }
         }
         let config = UPipeAttentionConfig::new(10, 4, 2, DIM);
-        let module = config.init(&device).unwrap().with_scheme(scheme).unwrap().apply_lora(Lora::new(2, 4.0));
+        let module = config.init(&Device::flex().autodiff()).unwrap().with_scheme(scheme).unwrap();
+        let module = module.apply_lora(Lora::new(2, 4.0));
         module.map(&mut Fill(30))
     };
     struct Collect<'a>(&'a burn::tensor::Gradients, Vec<TensorData>);
@@ -288,27 +289,42 @@ fn lora_composes_with_upipe() {
             self.1.extend(param.base().grad(self.0).map(|grad| grad.to_data()));
         }
     }
-    let step = |scheme| {
-        let module = adapted(scheme);
-        let x = tensor::<3>(&values(1, &[BATCH, 9, 10]), DType::F32, &device).require_grad();
+    let layout = SequenceLayout::contiguous(9, ranks).unwrap();
+    let whole = tensor::<3>(&values(1, &[BATCH, 9, 10]), DType::F32, &Device::flex());
+    let (y, dx, grads) = {
+        let module = adapted(AttentionScheme::Single);
+        let x = whole.clone().autodiff().require_grad();
         let y = module.forward(x.clone());
         let grads = (y.clone() * y.clone()).sum().backward();
         let mut collect = Collect(&grads, Vec::new());
         module.visit(&mut collect);
         (y.inner(), x.grad(&grads).unwrap(), collect.1)
     };
-    let (y, dx, grads) = step(AttentionScheme::Single);
-    let (staged_y, staged_dx, staged) = step(AttentionScheme::UPipe { heads_per_stage: Some(1) });
-    assert_close("y", &staged_y, &y, 1e-5);
-    assert_close("dx", &staged_dx, &dx, 1e-5);
+    let shared = layout.clone();
+    let parts = on_ranks(ranks, move |world| {
+        let module = adapted(AttentionScheme::UPipe { heads_per_stage: Some(ranks) });
+        let context = SequenceContext::from_layout(&world, shared.clone(), BATCH)?;
+        let x = shared.cut(&whole, 1, world.rank()).autodiff().require_grad();
+        let y = module.forward_in(x.clone(), &context)?;
+        let grads = (y.clone() * y.clone()).sum().backward();
+        let mut collect = Collect(&grads, Vec::new());
+        module.visit(&mut collect);
+        Ok((y.inner(), x.grad(&grads).unwrap(), collect.1))
+    });
+    let joined = |pick: fn(&(Tensor<3>, Tensor<3>, Vec<TensorData>)) -> Tensor<3>| {
+        layout.assemble(&parts.iter().map(pick).collect::<Vec<_>>(), 1)
+    };
+    assert_close("y", &joined(|part| part.0.clone()), &y, 1e-5);
+    assert_close("dx", &joined(|part| part.1.clone()), &dx, 1e-5);
     assert!(grads.len() >= 8, "two factors on each of four projections, found {}", grads.len());
-    assert_eq!(staged.len(), grads.len());
-    for (i, (a, b)) in staged.iter().zip(&grads).enumerate() {
+    for (i, one) in grads.iter().enumerate() {
         let flat = |data: &TensorData| {
             let values: Vec<f64> = data.iter::<f64>().collect();
             tensor::<1>(&TensorData::new(values.clone(), [values.len()]), DType::F32, &Device::flex())
         };
-        assert_close(format!("gradient {i}"), &flat(a), &flat(b), 1e-5);
+        let sum = parts.iter().map(|part| flat(&part.2[i])).reduce(|a, b| a + b).unwrap();
+        assert_eq!(parts[0].2.len(), grads.len());
+        assert_close(format!("gradient {i}"), &sum, &flat(one), 1e-5);
     }
 }
 

@@ -4,6 +4,8 @@
 //! Beside these: `no_valid_target_is_a_zero_loss_with_zero_gradients`, `the_loss_has_the_same_bits_on_every_rank`,
 //! `gradients_are_summed_also_where_a_rank_has_none`, `a_group_that_does_not_start_at_rank_0_uses_its_own_numbers`.
 
+use std::path::Path;
+
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsAccumulator, GradientsParams};
@@ -315,4 +317,32 @@ fn collectives_of_a_subgroup_are_those_of_a_world_of_its_size(
             assert_close(format!("{name}: {what}"), &of(&answers[i]), &of(&expected[rank][i]), 0.0);
         }
     }
+}
+
+/// long-context-attention#173: "2.10" is less than "2.9" as text. What runs here is pinned by the resolver, and no line of ours looks at
+/// a version.
+#[test]
+fn no_version_is_compared_as_text() {
+    fn look(folder: &Path, seen: &mut usize) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                look(&path, seen);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                *seen += 1;
+                let text = std::fs::read_to_string(&path).unwrap();
+                // In two pieces, or this file would find itself.
+                let found = text.contains(concat!("PKG_", "VERSION")) || text.contains(concat!("__ver", "sion__"));
+                assert!(!found, "{} looks at a version", path.display());
+            }
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut seen = 0;
+    for member in ["burn-context-parallel/src", "burn-upipe/src", "examples", "tests"] {
+        look(&root.join(member), &mut seen);
+    }
+    assert!(seen > 100, "only {seen} files");
+    let manifest = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
+    assert!(manifest.contains("burn = { version = \"=0.22.1\""), "Burn is pinned");
 }

@@ -98,7 +98,8 @@ fn padded_run(real: usize, padded: usize, ranks: usize, per_stage: Option<usize>
             Tensor::from_inner(of_ranks.cut(&whole, 1, world.rank()))
         };
         let [q, k, v] = [mine(1, 4), mine(2, 2), mine(3, 2)].map(Tensor::require_grad);
-        let options = FlashOptions::causal().with_documents(Documents::from_lengths(&[real]).padded_to(padded));
+        let options =
+            FlashOptions::causal().with_documents(Documents::from_lengths(&[real]).unwrap().padded_to(padded));
         let out = match per_stage {
             None => {
                 let [q, k, v] = [&q, &k, &v].map(|x| x.clone().swap_dims(1, 2));
@@ -230,8 +231,8 @@ fn a_query_without_keys_is_nothing_and_merges_into_the_other_block() {
     let tracked = device.autodiff();
     let [q, k, v] = [1, 2, 3].map(|seed| x(seed, &tracked).require_grad());
     // Partly empty: the first document of the queries has no key.
-    let lone =
-        FlashOptions::full().with_cross_documents(Documents::from_lengths(&[2, 4]), Documents::from_lengths(&[0, 6]));
+    let lone = FlashOptions::full()
+        .with_cross_documents(Documents::from_lengths(&[2, 4]).unwrap(), Documents::from_lengths(&[0, 6]).unwrap());
     for options in [none, lone] {
         let grads = flash_attention(q.clone(), k.clone(), v.clone(), &options).unwrap().sum().backward();
         for x in [&q, &k, &v] {

@@ -29,7 +29,7 @@
 //!
 //! let shards = launch(2, move |world| {
 //!     // Frames are embedded by a network of your own: the batch says how the sequence lies and which clips it has.
-//!     let batch = Batch::from_rows(&[vec![0; 50]])?.with_documents(Documents::from_lengths(&[30, 20]))?;
+//!     let batch = Batch::from_rows(&[vec![0; 50]])?.with_documents(Documents::from_lengths(&[30, 20])?)?;
 //!     let cp = Device::flex().context_parallel(&world);
 //!     let shard = cp.shard(&batch)?;
 //!     let mine = shard.layout().cut(&frames, 1, world.rank());

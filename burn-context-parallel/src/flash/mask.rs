@@ -307,9 +307,9 @@ mod tests {
         let both = FlashOptions::full().with_window(960).with_lookahead(959);
         assert!(visited(&both, len, tile) <= 21 * tiles);
         // Forty documents of ten tiles: forty triangles.
-        let documents = FlashOptions::causal().with_documents(Documents::from_lengths(&[960; 40]));
+        let documents = FlashOptions::causal().with_documents(Documents::from_lengths(&[960; 40]).unwrap());
         assert_eq!(visited(&documents, len, tile), 40 * 10 * 11 / 2);
-        let padded = FlashOptions::full().with_documents(Documents::from_lengths(&[960]).padded_to(len));
+        let padded = FlashOptions::full().with_documents(Documents::from_lengths(&[960]).unwrap().padded_to(len));
         assert_eq!(visited(&padded, len, tile), 100);
     }
 }

@@ -27,7 +27,7 @@ use crate::{Error, Result};
 /// assert_eq!(options.resolved_scale(64), 0.125);
 ///
 /// // Frames of a film, each seeing three before and after it; two films in one sequence.
-/// let films = Documents::from_lengths(&[100, 50]);
+/// let films = Documents::from_lengths(&[100, 50])?;
 /// let options = FlashOptions::full().with_window(4).with_lookahead(3).with_documents(films);
 /// assert!(options.sees(0, 98, 99) && !options.sees(0, 98, 100) && !options.sees(0, 50, 46));
 /// ```

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
-use super::{Documents, MAX_TOKENS, NO_DOCUMENT, PerToken, SequenceLayout};
+use super::{Document, Documents, MAX_TOKENS, NO_DOCUMENT, PerToken, SequenceLayout, Shard};
 use crate::{Error, Result};
 
 /// The target of a token that has none.
@@ -44,69 +44,9 @@ pub struct Batch {
     len: usize,
     tokens: Vec<i64>,
     targets: Vec<i64>,
-    /// Of every token; where there are none, its index.
+    /// Those given. Without any they restart with each document, or are indices.
     positions: Option<PerToken>,
     documents: Option<Documents>,
-}
-
-/// Token ids that attend only to each other, and which of them are to be predicted.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Document {
-    tokens: Vec<i64>,
-    labels: Vec<i64>,
-}
-
-impl Document {
-    /// A document of which every token but the first is a target.
-    pub fn new(tokens: Vec<i64>) -> Self {
-        Self { labels: tokens.clone(), tokens }
-    }
-
-    /// A document with labels that are *not* shifted: at each token its own id, or [`IGNORE_INDEX`] (any negative number) where it
-    /// is no target.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Invalid`] if there are not as many labels as tokens.
-    pub fn with_labels(tokens: Vec<i64>, labels: Vec<i64>) -> Result<Self> {
-        if tokens.len() != labels.len() {
-            return Err(Error::invalid(
-                "Document::with_labels",
-                format!("{} labels for {} tokens", labels.len(), tokens.len()),
-                "give every token a label, -100 where it is no target",
-            ));
-        }
-        Ok(Self { tokens, labels })
-    }
-
-    /// Its token ids.
-    pub fn tokens(&self) -> &[i64] {
-        &self.tokens
-    }
-
-    /// Its labels, not shifted.
-    pub fn labels(&self) -> &[i64] {
-        &self.labels
-    }
-}
-
-/// One rank's part of a [`Batch`], ready for a model.
-#[derive(Clone, Debug)]
-pub struct Shard {
-    /// Token ids [B, L]; padding has id 0.
-    pub tokens: Tensor<2, Int>,
-    /// Positions [B, L]: in the whole sequence, or in the token's document.
-    pub positions: Tensor<2, Int>,
-    /// Targets [B, L], already shifted; [`IGNORE_INDEX`] where there is none.
-    pub targets: Tensor<2, Int>,
-    /// How many targets this shard has.
-    pub valid: usize,
-    /// How many targets all shards of this batch have together.
-    pub valid_total: usize,
-    positions_host: Arc<Vec<i64>>,
-    layout: Arc<SequenceLayout>,
-    documents: Option<Documents>,
-    rank: usize,
 }
 
 impl Batch {
@@ -174,7 +114,7 @@ impl Batch {
         }
         let [mut tokens, mut labels, mut ids] = [0; 3].map(|_| Vec::new());
         for (index, row) in rows.iter().enumerate() {
-            let total: usize = row.iter().map(|document| document.tokens.len()).sum();
+            let total: usize = row.iter().map(|document| document.tokens().len()).sum();
             if total > len {
                 return Err(Error::invalid(
                     NAME,
@@ -183,10 +123,10 @@ impl Batch {
                 ));
             }
             for (id, document) in row.iter().enumerate() {
-                expect_ids(NAME, &document.tokens)?;
-                tokens.extend_from_slice(&document.tokens);
-                labels.extend_from_slice(&document.labels);
-                ids.extend(std::iter::repeat_n(id as i64, document.tokens.len()));
+                expect_ids(NAME, document.tokens())?;
+                tokens.extend_from_slice(document.tokens());
+                labels.extend_from_slice(document.labels());
+                ids.extend(std::iter::repeat_n(id as i64, document.tokens().len()));
             }
             let end = (index + 1) * len;
             tokens.resize(end, 0);
@@ -241,8 +181,8 @@ impl Batch {
         Ok(self)
     }
 
-    /// Bounds attention by documents: positions restart with each of them, and targets that cross a boundary go. Call it last: it
-    /// keeps which targets count.
+    /// Bounds attention by documents: positions restart with each of them, unless [given](Self::with_positions), and targets that
+    /// cross a boundary go.
     ///
     /// Documents that a tokenizer or a loader gives as `cu_seqlens` or as a number per token; see [`packed`](Self::packed) for
     /// documents that are still apart.
@@ -269,10 +209,9 @@ impl Batch {
         Ok(self)
     }
 
-    /// `targets` holds labels: shifts them inside the documents, and lets positions restart.
+    /// `targets` holds labels: shifts them inside the documents.
     fn bounded(mut self, documents: Documents) -> Result<Self> {
         self.targets = shift(&self.targets, self.len, Some(&documents));
-        self.positions = Some(documents.positions());
         self.documents = Some(documents);
         Ok(self)
     }
@@ -350,7 +289,8 @@ impl Batch {
         let shape = [self.rows, layout.local_len(rank)];
         let tensor = |values: Vec<i64>| Tensor::<2, Int>::from_data(TensorData::new(values, shape), device);
         let targets = cut(&self.targets, IGNORE_INDEX);
-        let positions = match &self.positions {
+        let restarting = || self.documents.as_ref().map(Documents::positions);
+        let positions = match &self.positions.clone().or_else(restarting) {
             Some(positions) => (0..self.rows).flat_map(|row| layout.cut_row(positions.row(row), rank, 0)).collect(),
             None => {
                 let row: Vec<i64> = layout.indices(rank).map(|index| index as i64).collect();
@@ -368,28 +308,6 @@ impl Batch {
             documents: self.documents.clone(),
             rank,
         })
-    }
-}
-
-impl Shard {
-    /// How the sequence lies on the ranks.
-    pub fn layout(&self) -> &Arc<SequenceLayout> {
-        &self.layout
-    }
-
-    /// The documents of the whole sequence, if attention is bounded by any.
-    pub fn documents(&self) -> Option<&Documents> {
-        self.documents.as_ref()
-    }
-
-    /// Whose part this is.
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// [`positions`](Self::positions) on the host, row by row.
-    pub fn positions_host(&self) -> &Arc<Vec<i64>> {
-        &self.positions_host
     }
 }
 

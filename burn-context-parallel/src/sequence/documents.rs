@@ -108,14 +108,22 @@ pub struct Documents(PerToken);
 impl Documents {
     /// Documents of these lengths, one after the other, in every sequence of a batch.
     ///
-    /// # Panics
+    /// # Errors
     ///
-    /// If they have more than [`MAX_TOKENS`] tokens; [`from_cu_seqlens`](Self::from_cu_seqlens) has an error for that.
-    pub fn from_lengths(lengths: &[usize]) -> Self {
+    /// [`Error::Invalid`] if they have more than [`MAX_TOKENS`] tokens, or more than there is memory for.
+    pub fn from_lengths(lengths: &[usize]) -> Result<Self> {
+        const NAME: &str = "Documents::from_lengths";
         let total = lengths.iter().fold(0usize, |sum, len| sum.saturating_add(*len));
-        assert!(total <= MAX_TOKENS, "documents of {total} tokens, at most {MAX_TOKENS} are supported");
-        let ids = lengths.iter().enumerate().flat_map(|(id, len)| std::iter::repeat_n(id as i64, *len));
-        Self(PerToken::shared(ids.collect()))
+        let mut ids = Vec::new();
+        if total > MAX_TOKENS || ids.try_reserve_exact(total).is_err() {
+            return Err(Error::invalid(
+                NAME,
+                format!("{total} tokens"),
+                format!("use at most {MAX_TOKENS}, 8 bytes each"),
+            ));
+        }
+        ids.extend(lengths.iter().enumerate().flat_map(|(id, len)| std::iter::repeat_n(id as i64, *len)));
+        Ok(Self(PerToken::shared(ids)))
     }
 
     /// Documents between these boundaries, as variable-length kernels take them: the first is 0, the last the length of the
@@ -140,11 +148,8 @@ impl Documents {
                 "give the running sum of the documents' lengths",
             ));
         }
-        if let Some(len) = boundaries.last().filter(|len| **len > MAX_TOKENS) {
-            return Err(Error::invalid(NAME, format!("{len} tokens"), format!("use at most {MAX_TOKENS}")));
-        }
         let lengths: Vec<usize> = boundaries.windows(2).map(|pair| pair[1] - pair[0]).collect();
-        Ok(Self::from_lengths(&lengths))
+        Self::from_lengths(&lengths)
     }
 
     /// One document number per token.

@@ -16,10 +16,12 @@ mod layout;
 mod rotary;
 mod rotary_embedding;
 mod scaling;
+mod shard;
 
-pub use batch::{Batch, Document, IGNORE_INDEX, Shard};
+pub use batch::{Batch, IGNORE_INDEX};
 pub use documents::{Documents, NO_DOCUMENT, PerToken};
 pub use layout::{MAX_TOKENS, Piece, SequenceLayout};
 pub use rotary::{MAX_HEAD_DIM, RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint};
 pub use rotary_embedding::{RotaryEmbedding, RotaryEmbeddingConfig};
 pub use scaling::RotaryScaling;
+pub use shard::{Document, Shard};

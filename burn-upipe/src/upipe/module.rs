@@ -59,6 +59,8 @@ pub struct UPipeAttentionConfig {
     pub qk_norm: Option<f64>,
     /// How many tokens a token looks back on, itself included (a sliding window); all if absent.
     pub window: Option<usize>,
+    /// How many tokens a token looks ahead, if not causal; all if absent.
+    pub lookahead: Option<usize>,
     /// Bends scores to stay below this: `cap tanh(s / cap)`; not at all if absent.
     pub softcap: Option<f64>,
 }
@@ -126,29 +128,15 @@ impl UPipeAttentionConfig {
                 "make them smaller: no memory holds such weights",
             ));
         }
-        if self.scale.is_some_and(|scale| !scale.is_finite()) {
-            return Err(Error::invalid(NAME, format!("scale {:?}", self.scale), "use a finite number, or None"));
-        }
-        for (name, value) in [("qk_norm", self.qk_norm), ("softcap", self.softcap)] {
-            if value.is_some_and(|value| !(value.is_finite() && value > 0.0)) {
-                return Err(Error::invalid(NAME, format!("{name} {value:?}"), "use a positive number, or None"));
-            }
-        }
-        if self.window == Some(0) {
-            return Err(Error::invalid(NAME, "window 0", "use at least 1, the token itself, or None for no window"));
+        if self.qk_norm.is_some_and(|epsilon| !(epsilon.is_finite() && epsilon > 0.0)) {
+            return Err(Error::invalid(NAME, format!("qk_norm {:?}", self.qk_norm), "use a positive number, or None"));
         }
         let linear = |from: usize, to: usize, bias: bool| LinearConfig::new(from, to).with_bias(bias).init(device);
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let mut options = if self.causal { FlashOptions::causal() } else { FlashOptions::full() };
-        if let Some(scale) = self.scale {
-            options = options.with_scale(scale);
-        }
-        if let Some(window) = self.window {
-            options = options.with_window(window);
-        }
-        if let Some(cap) = self.softcap {
-            options = options.with_softcap(cap);
-        }
+        (options.scale, options.softcap) = (self.scale, self.softcap);
+        (options.window, options.lookahead) = (self.window, self.lookahead);
+        options.expect_lengths(NAME, 1, 1)?;
         let norm = || self.qk_norm.map(|epsilon| RmsNormConfig::new(self.head_dim).with_epsilon(epsilon).init(device));
         Ok(UPipeAttention {
             q_proj: linear(self.d_model, q, self.qkv_bias),

@@ -42,7 +42,7 @@ pub fn run(args: &Args) -> Result<String> {
     let mut rows = table(&["S", "mask", "pairs", "ratio", "s", "ratio"]);
     check(args)?;
     for &len in &args.seq_len {
-        let masks = masks(args.window, len);
+        let masks = masks(args.window, len)?;
         let inputs = inputs(args, len);
         let mut samples = vec![Samples::default(); masks.len()];
         for (_, options) in &masks {
@@ -70,10 +70,10 @@ pub fn run(args: &Args) -> Result<String> {
     Ok(out)
 }
 
-fn masks(window: usize, len: usize) -> Vec<(String, FlashOptions)> {
+fn masks(window: usize, len: usize) -> Result<Vec<(String, FlashOptions)>> {
     let lengths: Vec<usize> = (0..len).step_by(window).map(|start| window.min(len - start)).collect();
-    let documents = Documents::from_lengths(&lengths);
-    vec![
+    let documents = Documents::from_lengths(&lengths)?;
+    Ok(vec![
         ("causal".to_owned(), FlashOptions::causal()),
         (format!("causal, window {window}"), FlashOptions::causal().with_window(window)),
         (format!("causal, documents of {window}"), FlashOptions::causal().with_documents(documents)),
@@ -82,7 +82,7 @@ fn masks(window: usize, len: usize) -> Vec<(String, FlashOptions)> {
             FlashOptions::full().with_window(window / 2 + 1).with_lookahead(window / 2),
         ),
         ("causal, softcap 30".to_owned(), FlashOptions::causal().with_softcap(30.0)),
-    ]
+    ])
 }
 
 /// Counted, not computed: from the limits of each query.
@@ -111,7 +111,7 @@ fn inputs(args: &Args, len: usize) -> [Tensor<4>; 4] {
 fn check(args: &Args) -> Result<()> {
     const LEN: usize = 700;
     let inputs = inputs(args, LEN);
-    for (name, options) in masks(args.window.min(150), LEN) {
+    for (name, options) in masks(args.window.min(150), LEN)? {
         let [q, k, v, _] = inputs.clone();
         let expected = reference::attention(q.clone(), k.clone(), v.clone(), &options)?.into_data();
         agree("out", &flash_attention(q, k, v, &options)?.into_data(), &expected).context(name)?;

@@ -163,6 +163,11 @@ fn options(path: &Path, s_q: usize) -> std::result::Result<FlashOptions, Trouble
 
 /// Documents between boundaries; what comes after the last boundary is one more document, as the references have it.
 fn documents(mut boundaries: Vec<usize>, len: usize) -> Result<Documents> {
+    // Before anything of that size is made.
+    if let Some(beyond) = boundaries.iter().find(|boundary| **boundary > len) {
+        let problem = format!("cu_seqlens reach {beyond}, there are {len} queries");
+        return Err(Error::invalid("verify", problem, "give the boundaries of the file's own sequence"));
+    }
     match boundaries.last() {
         Some(last) if *last < len => boundaries.push(len),
         _ => {}

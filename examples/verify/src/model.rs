@@ -10,7 +10,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_context_parallel::attention::ContextParallelDevice;
 use burn_context_parallel::collective::sum_gradients;
 use burn_context_parallel::group::{ProcessGroup, launch};
-use burn_context_parallel::sequence::Batch;
+use burn_context_parallel::sequence::{Batch, Documents, PerToken};
 use llama::{AttentionScheme, Llama, ParallelConfig, adamw, named_gradients};
 
 use crate::file::Reference;
@@ -135,17 +135,60 @@ fn batch(reference: &Reference) -> Result<Batch, Trouble> {
     let device = Device::flex();
     let ids = reference.get::<2>("input_ids")?;
     let labels = reference.get::<2>("labels")?;
-    let len = ids.shape()[1];
-    if reference.names().any(|name| name == "position_ids") {
-        let positions = reference.get::<2>("position_ids")?;
-        let counted = positions.shape() == ids.shape()
-            && positions.iter::<i64>().enumerate().all(|(index, position)| position == (index % len) as i64);
-        if !counted {
-            return Err(Trouble::Unsupported("position_ids that do not count from 0 in every row".into()));
-        }
+    let positions = match reference.names().any(|name| name == "position_ids") {
+        true => Some(reference.get::<2>("position_ids")?),
+        false => None,
+    };
+    if let Some(other) = positions.as_ref().map(|positions| positions.shape()).filter(|shape| **shape != *ids.shape()) {
+        return Err(Trouble::Failed(format!(
+            "position_ids of {other:?} for {:?} ids: make the file again",
+            ids.shape()
+        )));
     }
     let int = |data: TensorData| Tensor::<2, Int>::from_data(data, &device);
-    Batch::new(int(ids)).and_then(|batch| batch.with_labels(int(labels))).map_err(|error| Trouble::from_error(&error))
+    let packed = positions.map(|positions| packed(&positions)).transpose()?;
+    let crossing = packed.as_ref().is_some_and(|(_, documents)| crosses(documents, &labels));
+    if crossing {
+        return Err(Trouble::Unsupported(
+            "a label at a document's first token, which would be predicted from another".into(),
+        ));
+    }
+    let batch = Batch::new(int(ids)).and_then(|batch| batch.with_labels(int(labels)));
+    let batch = match packed {
+        None => batch,
+        Some((positions, documents)) => {
+            batch.and_then(|batch| batch.with_positions(positions)?.with_documents(documents))
+        }
+    };
+    batch.map_err(|error| Trouble::from_error(&error))
+}
+
+/// Positions, and what transformers takes them to say without an attention mask: where they don't go on by one, another document
+/// begins.
+fn packed(positions: &TensorData) -> Result<(PerToken, Documents), Trouble> {
+    let values: Vec<i64> = positions.iter::<i64>().collect();
+    let rows: Vec<Vec<i64>> = values.chunks(positions.shape()[1].max(1)).map(<[i64]>::to_vec).collect();
+    let ids = rows.iter().map(|row| {
+        let mut id = 0;
+        let later = row.windows(2).map(|pair| {
+            id += i64::from(pair[1] != pair[0].wrapping_add(1));
+            id
+        });
+        std::iter::once(0).chain(later).collect()
+    });
+    let ids: Vec<Vec<i64>> = ids.collect();
+    let failed = |error| Trouble::from_error(&error);
+    Ok((PerToken::per_row(&rows).map_err(failed)?, Documents::from_ids(PerToken::per_row(&ids).map_err(failed)?)))
+}
+
+/// Whether some label stands where a document begins behind another one.
+fn crosses(documents: &Documents, labels: &TensorData) -> bool {
+    let labels: Vec<i64> = labels.iter::<i64>().collect();
+    let len = documents.len();
+    labels.chunks(len.max(1)).enumerate().any(|(row, labels)| {
+        let ids = documents.row(row);
+        (1..len.min(labels.len())).any(|i| ids[i] != ids[i - 1] && labels[i] >= 0)
+    })
 }
 
 fn scalar(value: f64) -> TensorData {

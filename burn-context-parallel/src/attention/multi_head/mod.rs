@@ -291,8 +291,19 @@ impl FlashMultiHeadAttention {
                 format!("give {:?}", [batch, q_len, k_len]),
             ));
         }
-        if let Some(documents) = current().and_then(|context| context.documents().cloned()) {
-            input = input.documents(documents.clone(), documents);
+        if let Some(context) = current() {
+            context.expect(DENSE, batch, q_len)?;
+            context.expect(DENSE, batch, k_len)?;
+            if let Some(documents) = context.documents().cloned() {
+                if input.documents.is_some() {
+                    return Err(Error::invalid(
+                        DENSE,
+                        "documents beside those of the scope's batch",
+                        "give documents with the batch (Batch::with_documents), not with the input",
+                    ));
+                }
+                input = input.documents(documents.clone(), documents);
+            }
         }
         let padded = input.mask_pad.map(|mask| rows(mask.inner().int(), batch));
         let options = self.options_for(input.documents, padded, batch, q_len, k_len)?;
@@ -345,7 +356,7 @@ impl FlashMultiHeadAttention {
         let Some(padded) = padded else {
             return Ok(options);
         };
-        let whole = |len: usize| Documents::from_lengths(&[len]);
+        let whole = |len: usize| Documents::from_ids(PerToken::shared(vec![0; len]));
         let (queries, keys) = options.documents.take().unwrap_or_else(|| (whole(q_len), whole(k_len)));
         let hide = |(row, padded): (usize, &Vec<i64>)| -> Vec<i64> {
             let ids = keys.row(row).iter().zip(padded);

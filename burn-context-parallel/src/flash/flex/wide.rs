@@ -1,6 +1,6 @@
 //! Large scores in f64: a score of 10^4 in f32 is off by some 10^-3, and so is the exponential of its difference to the largest one.
 //!
-//! Only rows with such scores are computed a second time, and only of f32 tensors: halves round their results more than that.
+//! Only tiles with such a row are computed a second time, only such rows are replaced, and only of f32 tensors: halves round their results more than that.
 //! The backward pass subtracts the log-sum-exp in f64 likewise; that itself was rounded to f32, once.
 //! What is stored stays f32: a row's running maximum is an f32 number, from which f64 scores are subtracted before they are rounded.
 
