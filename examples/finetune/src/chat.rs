@@ -1,8 +1,16 @@
 //! Conversations: rendered by the model's chat template, with only the answers as targets.
 //!
-//! Where an answer is in the text is found by rendering, not by knowing templates: the conversation up to the answer with the
-//! prompt for one, and the conversation with it. The first text must begin the second and the second the whole; of a template for which that
-//! does not hold nobody can say what its answers are, and it is an error.
+//! Where an answer is in the text is found by rendering, not by knowing templates, in one of two ways:
+//!
+//! - The conversation up to the answer with the prompt for one, and the conversation with it. If the first text begins the second and
+//!   the second the whole, the answer is between. That holds for templates that only append.
+//! - Some rewrite earlier turns (Qwen3 drops their thoughts), or put a system message before a first answer. There the whole
+//!   conversation is rendered once more with a mark in place of the answer's content: what is before and after the mark must be
+//!   in the text as it is, and between is what the template makes of the content. What ends the turn is what follows the mark in
+//!   the conversation that stops there; the whole must go on with it, too.
+//!
+//! What is trained on is the whole conversation as the template renders it, in either way. Of a template for which neither holds
+//! nobody can say what its answers are, and it is an error.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -27,6 +35,11 @@ pub(crate) struct Chat<'a> {
     tokenizer: &'a FolderTokenizer,
     template: Template,
 }
+
+/// The text of messages, with or without the prompt for an answer.
+trait Render: Fn(&[Value], bool) -> Result<String, Fault> {}
+
+impl<F: Fn(&[Value], bool) -> Result<String, Fault>> Render for F {}
 
 /// What is wrong with a conversation, and what to write.
 #[derive(Debug, PartialEq, Eq)]
@@ -77,13 +90,13 @@ impl<'a> Chat<'a> {
         let mut answers = Vec::new();
         for (index, message) in messages.iter().enumerate() {
             if field(message, "role").as_str() == Some(ASSISTANT) {
-                let begin = render(&messages[..index], true)?;
-                let end = render(&messages[..=index], false)?;
-                answers.push(span(&begin, &end, &text).ok_or_else(|| {
+                let answer =
+                    appended(&render, &messages, index, &text).or_else(|| marked(&render, &messages, index, &text));
+                answers.push(answer.ok_or_else(|| {
                     fault(
                         format!(
-                            "message {}: the chat template writes what is before it in another way without it, so that \
-                             answers cannot be told from prompts",
+                            "message {}: the chat template does not write this answer as it is, or what is around it \
+                             changes with it, so that answers cannot be told from prompts",
                             index + 1
                         ),
                         "give a template that only appends, as chat_template.jinja in the model's folder",
@@ -105,10 +118,10 @@ impl<'a> Chat<'a> {
 /// The template as a file of its own, or in the tokenizer's configuration: one, or several with names.
 fn source(tokenizer: &FolderTokenizer) -> Result<Option<(PathBuf, String)>> {
     let path = tokenizer.folder().join(CHAT_TEMPLATE);
-    if path.is_file() {
+    if path.exists() {
         let text = files::read_text(&path).map_err(|error| Error::Template {
             path: path.clone(),
-            problem: error.to_string(),
+            problem: error.problem(),
             remedy: "put a template there that can be read",
         })?;
         return Ok(Some((path, text)));
@@ -163,9 +176,41 @@ fn check(messages: &[Value]) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The bytes of an answer, if each text begins the next.
-fn span(begin: &str, end: &str, whole: &str) -> Option<Range<usize>> {
-    (end.starts_with(begin) && whole.starts_with(end)).then_some(begin.len()..end.len())
+/// The bytes of an answer and of what ends its turn, under a template that only appends.
+fn appended(render: &impl Render, messages: &[Value], index: usize, whole: &str) -> Option<Range<usize>> {
+    // Of no messages many templates cannot make a prompt, or not the one that the whole begins with.
+    let before = messages.get(..index).filter(|before| !before.is_empty())?;
+    let (begin, end) = (render(before, true).ok()?, render(&messages[..=index], false).ok()?);
+    (end.starts_with(&begin) && whole.starts_with(&end)).then_some(begin.len()..end.len())
+}
+
+/// The same, found by a mark in place of the answer's content: from the content on.
+fn marked(render: &impl Render, messages: &[Value], index: usize, whole: &str) -> Option<Range<usize>> {
+    let content = field(&messages[index], "content");
+    let content = content.as_str()?;
+    // One word, which no template trims, splits or takes for a tag.
+    let mark = (0..).map(|number| format!("answer{number}mark")).find(|mark| !whole.contains(mark))?;
+    let mut messages = messages.to_vec();
+    messages[index] = with_content(&messages[index], &mark)?;
+    let (with_mark, alone) = (render(&messages, false).ok()?, render(&messages[..=index], false).ok()?);
+    let ((before, after), (_, end)) = (around(&with_mark, &mark)?, around(&alone, &mark)?);
+    let inner = whole.strip_prefix(before)?.strip_suffix(after)?;
+    // White space around may be the template's to remove, and thoughts of earlier turns: what is left is the content's.
+    (content.contains(inner) && after.starts_with(end)).then(|| before.len()..before.len() + inner.len() + end.len())
+}
+
+/// What is before and after the only place of `mark`.
+fn around<'t>(text: &'t str, mark: &str) -> Option<(&'t str, &'t str)> {
+    text.split_once(mark).filter(|(_, after)| !after.contains(mark))
+}
+
+/// The message with another content, its fields in their order.
+fn with_content(message: &Value, content: &str) -> Option<Value> {
+    let fields = message.try_iter().ok()?.map(|key| {
+        let value = if key.as_str() == Some("content") { Value::from(content) } else { message.get_item(&key).ok()? };
+        Some((key, value))
+    });
+    fields.collect::<Option<Vec<_>>>().map(Value::from_iter)
 }
 
 /// Which tokens are an answer's: up to its end-of-turn token, if it ends with one. White space after that separates turns, the model
@@ -198,9 +243,17 @@ mod tests {
     /// Nothing marks the end of a turn.
     const BARE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
         {% if add_generation_prompt %}assistant: {% endif %}";
-    /// As Qwen3's: what an earlier turn was like depends on whether another one follows.
-    const REWRITING: &str = "{% for m in messages %}{{ m.role }}:{% if loop.last %}<think>{% endif %}{{ m.content }}\n\
-        {% endfor %}";
+    /// Earlier turns lose their thoughts, the last one always has some, as in Qwen3's; calls follow the content.
+    const REWRITING: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}\
+        {% set words = m.content.split('</think>')[-1].lstrip('\n') %}\
+        {% if loop.last %}<think>\n{{ m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content }}\n\
+        </think>\n\n{% endif %}{{ words }}{% for call in m.tool_calls %}{{ '\n' ~ (call | tojson) }}{% endfor %}\
+        {% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    /// As SmolLM2's: a system message before a conversation that has none.
+    const SYSTEM: &str = "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
+        <|im_start|>system\nHelp.<|im_end|>\n{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
     fn folder(template: Option<&str>) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
@@ -272,9 +325,58 @@ mod tests {
         assert_eq!(encode(CHATML, json!([{ "role": "user", "content": "x" }])).unwrap().1, "");
     }
 
-    #[test]
-    fn a_template_that_rewrites_the_past_is_refused() {
-        let Fault(problem, remedy) = encode(REWRITING, talk()).unwrap_err();
+    /// The text is the template's of the whole conversation; targets are an answer's words there, its calls and its end.
+    #[rstest]
+    #[case(
+        json!([{ "role": "user", "content": "Hi?" }, { "role": "assistant", "content": "<think>\nhm\n</think>\n\nJa, grün." },
+            { "role": "user", "content": "Hi?" }, { "role": "assistant", "content": "<think>\nso\n</think>\n\nJa, grün." }]),
+        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nJa, grün.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n\
+            <|im_start|>assistant\n<think>\nso\n</think>\n\nJa, grün.<|im_end|>\n",
+        "Ja, grün.<|im_end|><think>\nso\n</think>\n\nJa, grün.<|im_end|>"
+    )]
+    #[case(
+        json!([{ "role": "user", "content": "a" }, { "role": "assistant", "content": "b", "tool_calls": [1, 2] },
+            { "role": "tool", "content": "3" }, { "role": "assistant", "content": "c" }]),
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb\n1\n2<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n\
+            <|im_start|>assistant\n<think>\n\n</think>\n\nc<|im_end|>\n",
+        "b\n1\n2<|im_end|><think>\n\n</think>\n\nc<|im_end|>"
+    )]
+    // An answer that repeats its prompt, and one that is the word that marks answers.
+    #[case(
+        json!([{ "role": "user", "content": "x" }, { "role": "assistant", "content": "x" }, { "role": "user", "content": "x" },
+            { "role": "assistant", "content": "answer0mark" }, { "role": "user", "content": "x" }]),
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n<|im_start|>user\nx<|im_end|>\n\
+            <|im_start|>assistant\nanswer0mark<|im_end|>\n<|im_start|>user\nx<|im_end|>\n",
+        "x<|im_end|>answer0mark<|im_end|>"
+    )]
+    fn of_a_template_that_rewrites_the_past_targets_are_the_answers(
+        #[case] messages: Json,
+        #[case] text: &str,
+        #[case] targets: &str,
+    ) {
+        assert_eq!(encode(REWRITING, messages).unwrap(), (text.to_owned(), targets.to_owned()));
+    }
+
+    #[rstest]
+    #[case(CHATML, "<|im_start|>assistant\n")]
+    #[case(SYSTEM, "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>assistant\n")]
+    fn a_conversation_may_begin_with_an_answer(#[case] template: &str, #[case] begin: &str) {
+        let messages = json!([{ "role": "assistant", "content": "Hallo" }, { "role": "user", "content": "y" },
+            { "role": "assistant", "content": "z" }]);
+        let (text, chosen) = encode(template, messages).unwrap();
+        assert!(text.starts_with(begin), "{text}");
+        assert_eq!(chosen, "Hallo<|im_end|>z<|im_end|>");
+    }
+
+    /// Answers in other letters, twice, with their length around them, or with an end that depends on what follows.
+    #[rstest]
+    #[case("{{ m.content | upper }}")]
+    #[case("{{ m.content }}{{ m.content }}")]
+    #[case("{{ m.content | length }} {{ m.content }}")]
+    #[case("{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}")]
+    fn an_answer_that_cannot_be_told_from_what_is_around_is_refused(#[case] message: &str) {
+        let template = format!("{{{{ messages | length }}}}{{% for m in messages %}}{message}{{% endfor %}}");
+        let Fault(problem, remedy) = encode(&template, talk()).unwrap_err();
         assert!(problem.contains("message 2") && remedy.contains("chat_template.jinja"), "{problem}: {remedy}");
     }
 
