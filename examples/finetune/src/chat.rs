@@ -210,7 +210,7 @@ fn with_content(message: &Value, content: &str) -> Option<Value> {
         let value = if key.as_str() == Some("content") { Value::from(content) } else { message.get_item(&key).ok()? };
         Some((key, value))
     });
-    fields.collect::<Option<Vec<_>>>().map(Value::from_iter)
+    fields.collect::<Option<Vec<_>>>().map(Value::from_pairs)
 }
 
 /// Which tokens are an answer's: up to its end-of-turn token, if it ends with one. White space after that separates turns, the model

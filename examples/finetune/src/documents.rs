@@ -208,7 +208,7 @@ mod tests {
         assert_eq!(record("{\"txt\": 1}").unwrap_err().1, "did you mean text where it says txt?");
     }
 
-    /// Of a tokenizer whose end token is 257: text files when something follows, JSONL texts always, conversations never.
+    /// Of a tokenizer whose end token is 256: text files when something follows, JSONL texts always, conversations never.
     #[test]
     fn the_end_of_a_text_file_is_marked_whatever_follows() {
         let folder = tempfile::tempdir().unwrap();
@@ -220,7 +220,7 @@ mod tests {
             std::fs::write(path, json.to_string()).unwrap();
         };
         edit("tokenizer.json", &|json| {
-            json["added_tokens"] = serde_json::json!([{ "id": 257, "content": "</s>", "single_word": false, "lstrip": false,
+            json["added_tokens"] = serde_json::json!([{ "id": 256, "content": "</s>", "single_word": false, "lstrip": false,
                 "rstrip": false, "normalized": false, "special": true }]);
         });
         edit("tokenizer_config.json", &|json| {
@@ -245,7 +245,7 @@ mod tests {
                 })
                 .collect();
             let all = Documents::read(&paths, &tokens).unwrap();
-            let text = |id: &u32| if *id == 257 { '.' } else { char::from_u32(*id).unwrap() };
+            let text = |id: &u32| if *id == 256 { '.' } else { char::from_u32(*id).unwrap() };
             let targets = all.targets.map(|targets| targets.iter().map(|on| if *on { '1' } else { '0' }).collect());
             (all.tokens.iter().map(text).collect::<String>(), targets.unwrap_or_default())
         };

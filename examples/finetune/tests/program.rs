@@ -165,8 +165,13 @@ fn a_norm_that_is_not_a_number_keeps_the_weights_before() {
 fn weights_that_fail_at_the_first_step_stay_as_they_are() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model");
-    let config = LlamaConfig { initializer_range: 1e37, ..LlamaConfig::new(256, 8, 12, 2, 2, 1) };
-    Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap().save(&model).unwrap();
+    let config = LlamaConfig::new(256, 8, 12, 2, 2, 1);
+    let mut weights = Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap();
+    // Each a number, their products none.
+    weights.norm.inner.gamma = weights.norm.inner.gamma.map(|gamma| gamma * 1e38);
+    let head = weights.lm_head.as_mut().unwrap();
+    head.weight = head.weight.clone().map(|weight| weight * 1e10);
+    weights.save(&model).unwrap();
     let output = finetune(folder.path(), "--model model --tokens bytes --seq-len 64 --ranks 2 --steps 2 --out out");
     let stderr = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
