@@ -33,6 +33,7 @@
 //! # Ok::<(), finetune::Error>(())
 //! ```
 
+mod answers;
 mod chat;
 mod cli;
 mod config;
