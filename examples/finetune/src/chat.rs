@@ -1,10 +1,7 @@
 //! Conversations: rendered by the model's chat template, with only the answers as targets.
 //!
-//! Where an answer is in the text is found by rendering, not by knowing templates: the conversation up to the answer with the
-//! prompt for one, and the conversation with it. The first text must begin the second and the second the whole; of a template for which that
-//! does not hold nobody can say what its answers are, and it is an error.
+//! [`answers`](crate::answers) says where those are.
 
-use std::ops::Range;
 use std::path::PathBuf;
 
 use minijinja::Value;
@@ -12,10 +9,11 @@ use minijinja::value::ValueKind;
 use serde::Deserialize;
 use serde_json::Value as Json;
 
+use crate::answers;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::template::Template;
-use crate::tokens::{CHAT_TEMPLATE, FolderTokenizer, Piece};
+use crate::tokens::{CHAT_TEMPLATE, FolderTokenizer};
 
 const ASSISTANT: &str = "assistant";
 const FORM: &str =
@@ -74,16 +72,15 @@ impl<'a> Chat<'a> {
                 .map_err(|problem| fault(format!("the chat template refuses: {problem}"), "correct the conversation"))
         };
         let text = render(&messages, false)?;
-        let mut answers = Vec::new();
+        let mut found = Vec::new();
         for (index, message) in messages.iter().enumerate() {
             if field(message, "role").as_str() == Some(ASSISTANT) {
-                let begin = render(&messages[..index], true)?;
-                let end = render(&messages[..=index], false)?;
-                answers.push(span(&begin, &end, &text).ok_or_else(|| {
+                let answer = answers::find(&render, &messages, index, &text);
+                found.push(answer.ok_or_else(|| {
                     fault(
                         format!(
-                            "message {}: the chat template writes what is before it in another way without it, so that \
-                             answers cannot be told from prompts",
+                            "message {}: the chat template does not write this answer as it is, or what is around it \
+                             changes with it, so that answers cannot be told from prompts",
                             index + 1
                         ),
                         "give a template that only appends, as chat_template.jinja in the model's folder",
@@ -93,8 +90,8 @@ impl<'a> Chat<'a> {
         }
         let pieces = self.tokenizer.pieces(&text).map_err(|error| fault(error.to_string(), "correct the line"))?;
         let mut targets = vec![false; pieces.len()];
-        for answer in answers {
-            for index in inside(&pieces, &answer, &text) {
+        for answer in found {
+            for index in answers::inside(&pieces, &answer, &text) {
                 targets[index] = true;
             }
         }
@@ -105,10 +102,10 @@ impl<'a> Chat<'a> {
 /// The template as a file of its own, or in the tokenizer's configuration: one, or several with names.
 fn source(tokenizer: &FolderTokenizer) -> Result<Option<(PathBuf, String)>> {
     let path = tokenizer.folder().join(CHAT_TEMPLATE);
-    if path.is_file() {
+    if path.exists() {
         let text = files::read_text(&path).map_err(|error| Error::Template {
             path: path.clone(),
-            problem: error.to_string(),
+            problem: error.problem(),
             remedy: "put a template there that can be read",
         })?;
         return Ok(Some((path, text)));
@@ -136,7 +133,7 @@ fn none() -> Value {
 }
 
 /// A field of a message; undefined if there is none.
-fn field(message: &Value, name: &str) -> Value {
+pub(crate) fn field(message: &Value, name: &str) -> Value {
     message.get_attr(name).unwrap_or_default()
 }
 
@@ -163,25 +160,6 @@ fn check(messages: &[Value]) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The bytes of an answer, if each text begins the next.
-fn span(begin: &str, end: &str, whole: &str) -> Option<Range<usize>> {
-    (end.starts_with(begin) && whole.starts_with(end)).then_some(begin.len()..end.len())
-}
-
-/// Which tokens are an answer's: up to its end-of-turn token, if it ends with one. White space after that separates turns, the model
-/// never writes it.
-fn inside(pieces: &[Piece], answer: &Range<usize>, text: &str) -> Range<usize> {
-    // A token that begins before the answer is the prompt's, also if it ends within.
-    let first = pieces.partition_point(|piece| piece.start < answer.start);
-    let end = pieces.partition_point(|piece| piece.start < answer.end).max(first);
-    let blank =
-        |piece: &Piece| !piece.special && text.get(piece.start..piece.end).is_some_and(|text| text.trim().is_empty());
-    match pieces[first..end].iter().rposition(|piece| !blank(piece)) {
-        Some(last) if pieces[first + last].special => first..first + last + 1,
-        _ => first..end,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
@@ -198,9 +176,17 @@ mod tests {
     /// Nothing marks the end of a turn.
     const BARE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
         {% if add_generation_prompt %}assistant: {% endif %}";
-    /// As Qwen3's: what an earlier turn was like depends on whether another one follows.
-    const REWRITING: &str = "{% for m in messages %}{{ m.role }}:{% if loop.last %}<think>{% endif %}{{ m.content }}\n\
-        {% endfor %}";
+    /// Earlier turns lose their thoughts, the last one always has some, as in Qwen3's; calls follow the content.
+    const REWRITING: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}\
+        {% set words = m.content.split('</think>')[-1].lstrip('\n') %}\
+        {% if loop.last %}<think>\n{{ m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content }}\n\
+        </think>\n\n{% endif %}{{ words }}{% for call in m.tool_calls %}{{ '\n' ~ (call | tojson) }}{% endfor %}\
+        {% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    /// As SmolLM2's: a system message before a conversation that has none.
+    const SYSTEM: &str = "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
+        <|im_start|>system\nHelp.<|im_end|>\n{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
     fn folder(template: Option<&str>) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
@@ -272,9 +258,58 @@ mod tests {
         assert_eq!(encode(CHATML, json!([{ "role": "user", "content": "x" }])).unwrap().1, "");
     }
 
-    #[test]
-    fn a_template_that_rewrites_the_past_is_refused() {
-        let Fault(problem, remedy) = encode(REWRITING, talk()).unwrap_err();
+    /// The text is the template's of the whole conversation; targets are an answer's words there, its calls and its end.
+    #[rstest]
+    #[case(
+        json!([{ "role": "user", "content": "Hi?" }, { "role": "assistant", "content": "<think>\nhm\n</think>\n\nJa, grün." },
+            { "role": "user", "content": "Hi?" }, { "role": "assistant", "content": "<think>\nso\n</think>\n\nJa, grün." }]),
+        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nJa, grün.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n\
+            <|im_start|>assistant\n<think>\nso\n</think>\n\nJa, grün.<|im_end|>\n",
+        "Ja, grün.<|im_end|><think>\nso\n</think>\n\nJa, grün.<|im_end|>"
+    )]
+    #[case(
+        json!([{ "role": "user", "content": "a" }, { "role": "assistant", "content": "b", "tool_calls": [1, 2] },
+            { "role": "tool", "content": "3" }, { "role": "assistant", "content": "c" }]),
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb\n1\n2<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n\
+            <|im_start|>assistant\n<think>\n\n</think>\n\nc<|im_end|>\n",
+        "b\n1\n2<|im_end|><think>\n\n</think>\n\nc<|im_end|>"
+    )]
+    // An answer that repeats its prompt, and one that is the word that marks answers.
+    #[case(
+        json!([{ "role": "user", "content": "x" }, { "role": "assistant", "content": "x" }, { "role": "user", "content": "x" },
+            { "role": "assistant", "content": "answer0mark" }, { "role": "user", "content": "x" }]),
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n<|im_start|>user\nx<|im_end|>\n\
+            <|im_start|>assistant\nanswer0mark<|im_end|>\n<|im_start|>user\nx<|im_end|>\n",
+        "x<|im_end|>answer0mark<|im_end|>"
+    )]
+    fn of_a_template_that_rewrites_the_past_targets_are_the_answers(
+        #[case] messages: Json,
+        #[case] text: &str,
+        #[case] targets: &str,
+    ) {
+        assert_eq!(encode(REWRITING, messages).unwrap(), (text.to_owned(), targets.to_owned()));
+    }
+
+    #[rstest]
+    #[case(CHATML, "<|im_start|>assistant\n")]
+    #[case(SYSTEM, "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>assistant\n")]
+    fn a_conversation_may_begin_with_an_answer(#[case] template: &str, #[case] begin: &str) {
+        let messages = json!([{ "role": "assistant", "content": "Hallo" }, { "role": "user", "content": "y" },
+            { "role": "assistant", "content": "z" }]);
+        let (text, chosen) = encode(template, messages).unwrap();
+        assert!(text.starts_with(begin), "{text}");
+        assert_eq!(chosen, "Hallo<|im_end|>z<|im_end|>");
+    }
+
+    /// Answers in other letters, twice, with their length around them, or with an end that depends on what follows.
+    #[rstest]
+    #[case("{{ m.content | upper }}")]
+    #[case("{{ m.content }}{{ m.content }}")]
+    #[case("{{ m.content | length }} {{ m.content }}")]
+    #[case("{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}")]
+    fn an_answer_that_cannot_be_told_from_what_is_around_is_refused(#[case] message: &str) {
+        let template = format!("{{{{ messages | length }}}}{{% for m in messages %}}{message}{{% endfor %}}");
+        let Fault(problem, remedy) = encode(&template, talk()).unwrap_err();
         assert!(problem.contains("message 2") && remedy.contains("chat_template.jinja"), "{problem}: {remedy}");
     }
 

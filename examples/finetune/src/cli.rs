@@ -10,6 +10,7 @@ use crate::config;
 use crate::error::{Error, Result};
 use crate::values::{
     Clip, DataOrder, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, at_least, not_negative, positive,
+    seed,
 };
 
 const AFTER: &str = "\
@@ -61,9 +62,9 @@ pub struct Args {
     /// Times through all sequences, in place of --steps.
     #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
     pub epochs: Option<usize>,
-    /// Learning rate, the largest one.
-    #[arg(long, value_name = "X", default_value_t = 3e-3, value_parser = positive, allow_negative_numbers = true)]
-    pub lr: f64,
+    /// Learning rate, the largest one. Default: 3e-3 from scratch, 1e-5 with --model.
+    #[arg(long, value_name = "X", value_parser = positive, allow_negative_numbers = true)]
+    pub lr: Option<f64>,
     /// How the learning rate goes on after the warm-up.
     #[arg(long, value_enum, default_value_t = Schedule::Constant)]
     pub schedule: Schedule,
@@ -83,7 +84,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     pub dtype: Precision,
     /// What the weights of a model from scratch and the order of --data-order shuffle are drawn from.
-    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = seed, allow_negative_numbers = true)]
     pub seed: u64,
     /// Ranks (threads of this process) that share each sequence. Default: 4; 1 under --attention single.
     #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
@@ -180,6 +181,7 @@ mod tests {
         "--attention qq",
         "invalid value 'qq' for '--attention <ATTENTION>': [possible values: single, ulysses, upipe]"
     )]
+    #[case("--seed -1", "invalid value '-1' for '--seed <N>': give a whole number from 0 to 18446744073709551615")]
     #[case("once", "unexpected argument 'once' found: see --help")]
     fn a_message_is_one_line_with_a_remedy(#[case] args: &str, #[case] expected: &str) {
         let error = Args::read(["finetune"].into_iter().chain(args.split_whitespace())).unwrap_err();

@@ -25,7 +25,7 @@ pub(crate) fn words(path: &Path, typed_too: impl Fn(&str) -> bool) -> Result<Vec
         remedy,
     };
     let text = files::read_text(path)
-        .map_err(|error| fail(None, error.to_string(), "give a TOML file of values, seq-len = 8192".to_owned()))?;
+        .map_err(|error| fail(None, error.problem(), "give a TOML file of values, seq-len = 8192".to_owned()))?;
     let table = DeTable::parse(&text).map_err(|error| {
         let line = error.span().map(|span| line(&text, span.start));
         let problem = format!("not TOML: {}", error.message().lines().next().unwrap_or_default());

@@ -31,8 +31,8 @@ pub struct Documents {
 impl Documents {
     /// Reads files in order.
     ///
-    /// The end token, if there is one, stands between text files (one file stays as it is) and after each text of a JSONL file, but not twice; a
-    /// conversation ends as its template ends it.
+    /// The end token, if there is one, stands between a text file and what follows it (one file stays as it is) and after each text of a
+    /// JSONL file, but not twice; a conversation ends as its template ends it.
     ///
     /// # Errors
     ///
@@ -41,6 +41,8 @@ impl Documents {
     pub fn read(paths: &[PathBuf], tokens: &Tokens) -> Result<Self> {
         let mut all = Self::default();
         let mut chat = None;
+        // Whether the last document is a text file, whose end is marked once something follows it.
+        let mut open = false;
         for path in paths {
             let text = files::read_text(path)?;
             if path.extension().is_some_and(|ending| ending == "jsonl") {
@@ -48,50 +50,35 @@ impl Documents {
                 let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
                 for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
                     let place = Place { path, line: index + 1 };
-                    all.line(&place, line, tokens, &mut chat)?;
+                    let (ids, targets) = document(&place, line, tokens, &mut chat)?;
+                    let conversation = targets.is_some();
+                    all.finish_if(&mut open, !ids.is_empty(), tokens);
+                    match (all.push(ids, targets), conversation) {
+                        (true, true) => all.chats += 1,
+                        (true, false) => {
+                            all.records += 1;
+                            all.finish(tokens);
+                        }
+                        (false, _) => {}
+                    }
                 }
                 continue;
             }
             let ids = tokens.encode(&text)?;
-            if !text.is_empty() && all.texts > 0 {
-                all.finish(tokens);
+            all.finish_if(&mut open, !ids.is_empty(), tokens);
+            if all.push(ids, None) {
+                all.texts += 1;
+                open = true;
             }
-            all.texts += usize::from(all.push(ids, None));
         }
         Ok(all)
     }
 
-    fn line<'t>(
-        &mut self,
-        place: &Place<'_>,
-        line: &str,
-        tokens: &'t Tokens,
-        chat: &mut Option<Chat<'t>>,
-    ) -> Result<()> {
-        match record(line).map_err(|fault| place.error(fault))? {
-            Record::Text(text) => {
-                let ids = tokens.encode(&text)?;
-                if self.push(ids, None) {
-                    self.records += 1;
-                    self.finish(tokens);
-                }
-            }
-            Record::Chat => {
-                let Tokens::Tokenizer(tokenizer) = tokens else {
-                    return Err(place.error(Fault(
-                        "a conversation, and byte tokens have no chat template".into(),
-                        "use --model with a folder that has a tokenizer and a chat template".into(),
-                    )));
-                };
-                let chat = match chat {
-                    Some(chat) => chat,
-                    none => none.insert(Chat::new(tokenizer)?),
-                };
-                let (ids, targets) = chat.encode(line).map_err(|fault| place.error(fault))?;
-                self.chats += usize::from(self.push(ids, Some(targets)));
-            }
+    fn finish_if(&mut self, open: &mut bool, followed: bool, tokens: &Tokens) {
+        if *open && followed {
+            self.finish(tokens);
+            *open = false;
         }
-        Ok(())
     }
 
     /// A document; `false` if it has no token.
@@ -133,6 +120,32 @@ struct Place<'a> {
 impl Place<'_> {
     fn error(&self, Fault(problem, remedy): Fault) -> Error {
         Error::Text(TextError::Line { path: self.path.to_owned(), line: self.line, problem, remedy })
+    }
+}
+
+/// The token ids of a line, and of a conversation which of them are targets.
+fn document<'t>(
+    place: &Place<'_>,
+    line: &str,
+    tokens: &'t Tokens,
+    chat: &mut Option<Chat<'t>>,
+) -> Result<(Vec<u32>, Option<Vec<bool>>)> {
+    match record(line).map_err(|fault| place.error(fault))? {
+        Record::Text(text) => Ok((tokens.encode(&text)?, None)),
+        Record::Chat => {
+            let Tokens::Tokenizer(tokenizer) = tokens else {
+                return Err(place.error(Fault(
+                    "a conversation, and byte tokens have no chat template".into(),
+                    "use --model with a folder that has a tokenizer and a chat template".into(),
+                )));
+            };
+            let chat = match chat {
+                Some(chat) => chat,
+                none => none.insert(Chat::new(tokenizer)?),
+            };
+            let (ids, targets) = chat.encode(line).map_err(|fault| place.error(fault))?;
+            Ok((ids, Some(targets)))
+        }
     }
 }
 
@@ -193,6 +206,57 @@ mod tests {
     #[test]
     fn a_field_with_a_similar_name_is_named() {
         assert_eq!(record("{\"txt\": 1}").unwrap_err().1, "did you mean text where it says txt?");
+    }
+
+    /// Of a tokenizer whose end token is 256: text files when something follows, JSONL texts always, conversations never.
+    #[test]
+    fn the_end_of_a_text_file_is_marked_whatever_follows() {
+        let folder = tempfile::tempdir().unwrap();
+        Tokens::Bytes.save_beside(None, folder.path()).unwrap();
+        let edit = |name: &str, edit: &dyn Fn(&mut Value)| {
+            let path = folder.path().join(name);
+            let mut json = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+            edit(&mut json);
+            std::fs::write(path, json.to_string()).unwrap();
+        };
+        edit("tokenizer.json", &|json| {
+            json["added_tokens"] = serde_json::json!([{ "id": 256, "content": "</s>", "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false, "special": true }]);
+        });
+        edit("tokenizer_config.json", &|json| {
+            json["eos_token"] = "</s>".into();
+            json["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}".into();
+        });
+        let tokens = Tokens::from_folder(folder.path()).unwrap();
+        let chat =
+            "{\"messages\": [{\"role\": \"user\", \"content\": \"b\"}, {\"role\": \"assistant\", \"content\": \"c\"}]}";
+        let read = |files: &[&str]| {
+            let paths: Vec<PathBuf> = files
+                .iter()
+                .enumerate()
+                .map(|(index, file)| {
+                    let (name, text) = match *file {
+                        "chat" => (format!("{index}.jsonl"), chat),
+                        "record" => (format!("{index}.jsonl"), "\n{\"text\": \"\"}\n{\"text\": \"r\"}\n"),
+                        text => (format!("{index}.txt"), text),
+                    };
+                    std::fs::write(folder.path().join(&name), text).unwrap();
+                    folder.path().join(name)
+                })
+                .collect();
+            let all = Documents::read(&paths, &tokens).unwrap();
+            let text = |id: &u32| if *id == 256 { '.' } else { char::from_u32(*id).unwrap() };
+            let targets = all.targets.map(|targets| targets.iter().map(|on| if *on { '1' } else { '0' }).collect());
+            (all.tokens.iter().map(text).collect::<String>(), targets.unwrap_or_default())
+        };
+        let expect = |tokens: &str, targets: &str| (tokens.to_owned(), targets.to_owned());
+        assert_eq!(read(&["a"]), expect("a", ""));
+        assert_eq!(read(&["a", "", "d"]), expect("a.d", ""));
+        assert_eq!(read(&["a", "record"]), expect("a.r.", ""));
+        assert_eq!(read(&["a", "record", "d", ""]), expect("a.r.d", ""));
+        assert_eq!(read(&["a", "chat"]), expect("a.bc", "1101"));
+        assert_eq!(read(&["a", "chat", "d", "record"]), expect("a.bcd.r.", "11011111"));
+        assert_eq!(read(&["a</s>", "chat"]), expect("a.bc", "1101"));
     }
 
     #[test]

@@ -103,9 +103,13 @@ pub enum Error {
     #[error(transparent)]
     Launch(#[from] LaunchError),
     /// Loss or gradients are not numbers any more.
-    #[error("{halt}: {}: lower --lr, or set --clip", match saved {
-        Some(folder) => format!("the last good weights are in {}", folder.display()),
-        None => "there were no good weights to keep".to_owned(),
+    #[error("{halt}: {}: {}", match (saved, halt.kept) {
+        (Some(folder), Some(0)) => format!("the initial weights are in {}", folder.display()),
+        (Some(folder), Some(step)) => format!("the last good weights, those after step {step}, are in {}", folder.display()),
+        _ => "there were no good weights to keep".to_owned(),
+    }, match halt {
+        Halt { step: 1, broken: None, .. } => "no step was taken yet: check the model, or use --dtype f32",
+        _ => "lower --lr, or set --clip",
     })]
     Diverged {
         /// Where and how.

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::corpus::Corpus;
-use crate::plan::{ModelSource, OutFolder, Plan, STEPS};
+use crate::plan::{LR_MODEL, LR_SCRATCH, ModelSource, OutFolder, Plan, STEPS};
 use crate::values::{DataOrder, Packing, Precision, Schedule, Scheme, Tile};
 
 impl fmt::Display for Plan {
@@ -225,7 +225,7 @@ impl Plan {
             0 => String::new(),
             warmup => format!("from 0 in {warmup} steps, then "),
         };
-        match rate.kind {
+        let course = match rate.kind {
             Schedule::Constant => format!("{warmup}{}", rate.peak),
             Schedule::Cosine => {
                 format!(
@@ -235,7 +235,15 @@ impl Plan {
                     rate.steps - rate.warmup
                 )
             }
-        }
+        };
+        let why = match (self.args().lr, &self.model) {
+            (Some(_), _) => "as asked".to_owned(),
+            (None, ModelSource::Scratch) => format!("{LR_SCRATCH} is the default from scratch"),
+            (None, ModelSource::Folder(_)) => {
+                format!("{LR_MODEL} is the default with --model: larger steps undo what it has learnt")
+            }
+        };
+        format!("{course}; {why}")
     }
 
     fn attention(&self) -> String {

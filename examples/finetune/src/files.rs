@@ -64,6 +64,18 @@ pub enum TextError {
     },
 }
 
+impl TextError {
+    /// What is wrong, where whoever asks for the file names it and knows the remedy.
+    pub(crate) fn problem(&self) -> String {
+        match self {
+            Self::Read { source, .. } => source.to_string(),
+            Self::Special(_) => "neither a file nor a folder".to_owned(),
+            Self::Binary { problem, .. } => problem.clone(),
+            other => other.to_string(),
+        }
+    }
+}
+
 /// The text of one file, which must be one.
 ///
 /// # Errors

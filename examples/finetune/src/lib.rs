@@ -33,6 +33,7 @@
 //! # Ok::<(), finetune::Error>(())
 //! ```
 
+mod answers;
 mod chat;
 mod cli;
 mod config;
@@ -98,7 +99,10 @@ pub fn run(args: &Args, voice: &Voice) -> Result<Summary> {
     let plan = Plan::new(args)?;
     let text = plan.to_string();
     voice.line(&text)?;
-    let model = initial_model(&plan)?;
+    let (model, report) = initial_model(&plan)?;
+    if let Some(report) = report {
+        voice.line(&format!("{}\n", report.summary()))?;
+    }
     let out = out::claim(&plan.out, "plan.txt", &text)?;
     if let Some(out) = &out {
         voice.line(&format!("writing to {}\n", out.display()))?;

@@ -25,6 +25,10 @@ use crate::values::{Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFr
 pub(crate) const STEPS: usize = 40;
 /// Where --seq-len does not say.
 pub(crate) const SEQ_LEN: usize = 4096;
+/// Where --lr does not say: weights from scratch have everything to learn,
+pub(crate) const LR_SCRATCH: f64 = 3e-3;
+/// pretrained ones much to lose.
+pub(crate) const LR_MODEL: f64 = 1e-5;
 /// A run of more steps is a slip of the keyboard: at a millisecond each it takes a day.
 const MAX_STEPS: usize = 100_000_000;
 
@@ -270,16 +274,17 @@ fn rate(args: &Args, steps: usize) -> Result<LearningRate> {
             format!("use at most {steps}, or more --steps"),
         ));
     }
-    if args.min_lr > args.lr {
+    let peak = args.lr.unwrap_or(if args.model.is_some() { LR_MODEL } else { LR_SCRATCH });
+    if args.min_lr > peak {
         return Err(Error::input(
-            format!("--min-lr {} above --lr {}", args.min_lr, args.lr),
+            format!("--min-lr {} above --lr {peak}", args.min_lr),
             "the cosine falls: lower --min-lr",
         ));
     }
     if args.min_lr > 0.0 && args.schedule == Schedule::Constant {
         return Err(Error::input("--min-lr without --schedule cosine", "leave one of them out"));
     }
-    Ok(LearningRate { kind: args.schedule, peak: args.lr, min: args.min_lr, warmup: args.warmup, steps })
+    Ok(LearningRate { kind: args.schedule, peak, min: args.min_lr, warmup: args.warmup, steps })
 }
 
 fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<StageSchedule>> {
@@ -365,6 +370,8 @@ mod tests {
     #[case("", "stream (nothing marks an end, auto)")]
     #[case("--data-order shuffle --seed 5", "another one in each epoch, drawn from seed 5")]
     #[case("--warmup 4 --schedule cosine", "from 0 in 4 steps, then 0.003 down to 0 by half a cosine over 36 steps")]
+    #[case("--lr 1e-3", "rate         0.001; as asked")]
+    #[case("", "rate         0.003; 0.003 is the default from scratch")]
     #[case("--ranks 2", "all together on each sequence")]
     #[case("--seq-len 64 --sequences 3 --batch 2 --eval", "loss over all sequences, 2 at a time")]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]

@@ -73,11 +73,11 @@ impl Tokens {
     pub fn from_folder(folder: &Path) -> Result<Self> {
         let path = folder.join(TOKENIZER);
         let fail = |path: &Path, problem: String, remedy| Error::Tokenizer { path: path.to_owned(), problem, remedy };
-        if !path.is_file() {
+        if !path.exists() {
             return Err(fail(&path, "no such file".into(), "use --tokens bytes for byte tokens, or a folder with it"));
         }
         const REMEDY: &str = "download or save it again, or use --tokens bytes for byte tokens";
-        let text = files::read_text(&path).map_err(|error| fail(&path, error.to_string(), REMEDY))?;
+        let text = files::read_text(&path).map_err(|error| fail(&path, error.problem(), REMEDY))?;
         let mut plain: Tokenizer =
             text.parse().map_err(|error: tokenizers::Error| fail(&path, format!("no tokenizer: {error}"), REMEDY))?;
         // The file may carry what it was last used with; a text is neither cut nor padded.
@@ -91,7 +91,7 @@ impl Tokens {
             if !path.exists() {
                 return Ok(Value::Null);
             }
-            let text = files::read_text(&path).map_err(|error| fail(&path, error.to_string(), REMEDY))?;
+            let text = files::read_text(&path).map_err(|error| fail(&path, error.problem(), REMEDY))?;
             serde_json::from_str(&text).map_err(|error| fail(&path, format!("not JSON: {error}"), REMEDY))
         };
         let (config, map) = (object(TOKENIZER_CONFIG)?, object("special_tokens_map.json")?);

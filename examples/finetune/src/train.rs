@@ -10,7 +10,7 @@ use burn::tensor::{DType, Device};
 use burn_context_parallel::collective::sum_gradients;
 use burn_context_parallel::group::ProcessGroup;
 use burn_upipe::profile::heap;
-use llama::{Llama, adamw, clip_grad_norm, load_as, precision};
+use llama::{Llama, LlamaError, LoadReport, adamw, clip_grad_norm, load_as, not_finite, precision};
 
 use crate::error::{Error, Result};
 use crate::metrics::StepMetrics;
@@ -18,47 +18,61 @@ use crate::plan::{ModelSource, Plan};
 use crate::ranks::{RankResult, micro_batches, number, on_ranks, sum};
 
 /// Why training stopped before its last step.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Halt {
-    /// The step, counted from 1, that was not taken.
+    /// The step, counted from 1, that was not taken, or that broke the weights.
     pub step: usize,
     /// Its loss.
     pub loss: f64,
     /// Its gradients' norm.
     pub grad_norm: f64,
+    /// The first weight that is not finite after the last step; `None` if it was loss or norm that are not.
+    pub broken: Option<String>,
+    /// After how many steps the weights were as they are kept; 0 for the initial ones, `None` if none are.
+    pub kept: Option<usize>,
 }
 
 impl fmt::Display for Halt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "step {}: loss {}, grad norm {}: not a number to train on", self.step, self.loss, self.grad_norm)
+        let Self { step, loss, grad_norm, .. } = self;
+        match &self.broken {
+            None => write!(f, "step {step}: loss {loss}, grad norm {grad_norm}: not a number to train on"),
+            Some(name) => write!(f, "step {step}: {name} is not finite after it (loss {loss}, grad norm {grad_norm})"),
+        }
     }
 }
 
 /// What training gives.
 #[derive(Debug)]
 pub struct Trained {
-    /// The last good weights, off the tape: those after the last step, or if training halted, the last ones whose loss was
-    /// finite. `None` if there were none.
+    /// The last good weights, off the tape: those after the last step, or if training halted, the last ones whose loss and
+    /// gradients were finite, or else the initial ones.
     pub model: Option<Llama>,
     /// Why it stopped early.
     pub halt: Option<Halt>,
 }
 
-/// The model that every rank starts from, on one device: it depends on the seed or the folder, not on ranks.
+/// The model that every rank starts from, on one device: it depends on the seed or the folder, not on ranks. With what loading a
+/// folder did.
 ///
 /// # Errors
 ///
-/// [`Error::Model`].
-pub fn initial_model(plan: &Plan) -> Result<Llama> {
+/// [`Error::Model`], also for weights that are not finite.
+pub fn initial_model(plan: &Plan) -> Result<(Llama, Option<LoadReport>)> {
     let device = Device::flex().autodiff();
     match &plan.model {
         ModelSource::Scratch => {
             device.seed(plan.seed);
-            Llama::init(&plan.config, &plan.parallel, &device).map_err(Error::Model)
+            Ok((Llama::init(&plan.config, &plan.parallel, &device).map_err(Error::Model)?, None))
         }
         ModelSource::Folder(folder) => {
             // f32 whatever the file has: these are the weights that the optimizer changes.
-            load_as(folder, &plan.parallel, &device, DType::F32).map(|(model, _)| model).map_err(Error::Model)
+            let (model, report) = load_as(folder, &plan.parallel, &device, DType::F32).map_err(Error::Model)?;
+            if let Some(name) = not_finite(&model) {
+                let problem = format!("{name} has values that are not finite numbers");
+                return Err(Error::Model(LlamaError::Weights { path: folder.clone(), problem }));
+            }
+            Ok((model, Some(report)))
         }
     }
 }
@@ -95,7 +109,9 @@ fn rank(
 ) -> RankResult<Trained> {
     let first = world.rank() == 0;
     let mut optimizer = adamw(plan.weight_decay as f32);
-    let mut good: Option<Llama> = None;
+    // With the number of steps behind them. A model is not copied by this: its tensors are shared until a step makes new ones.
+    let mut good = first.then(|| (0, model.valid()));
+    let mut last = (f64::NAN, f64::NAN);
     for step in 0..plan.steps {
         let started = Instant::now();
         if first {
@@ -107,13 +123,13 @@ fn rank(
         let (grads, grad_norm) = clip_grad_norm(grads, &model, plan.clip.unwrap_or(f64::INFINITY), world)?;
 
         // Loss and norm are the same bits on every rank, so all take the same way here.
-        if first && value.is_finite() {
-            good = Some(model.valid());
-        }
         if !value.is_finite() || !grad_norm.is_finite() {
-            let halt = Halt { step: step + 1, loss: value, grad_norm };
-            return Ok(Trained { model: good, halt: Some(halt) });
+            return Ok(halted(good, step + 1, (value, grad_norm), None));
         }
+        if first {
+            good = Some((step, model.valid()));
+        }
+        last = (value, grad_norm);
         let lr = plan.rate.at(step);
         model = optimizer.step(lr, model, grads);
         if first {
@@ -127,7 +143,22 @@ fn rank(
             })?;
         }
     }
-    Ok(Trained { model: first.then(|| model.valid()), halt: None })
+    if !first {
+        return Ok(Trained { model: None, halt: None });
+    }
+    // No loss speaks for what the last step made.
+    let model = model.valid();
+    match not_finite(&model) {
+        None => Ok(Trained { model: Some(model), halt: None }),
+        broken => Ok(halted(good, plan.steps, last, broken)),
+    }
+}
+
+fn halted(good: Option<(usize, Llama)>, step: usize, (loss, grad_norm): (f64, f64), broken: Option<String>) -> Trained {
+    // A weight that no token of a step uses does not show in its loss.
+    let good = good.filter(|(_, model)| not_finite(model).is_none());
+    let kept = good.as_ref().map(|(steps, _)| *steps);
+    Trained { model: good.map(|(_, model)| model), halt: Some(Halt { step, loss, grad_norm, broken, kept }) }
 }
 
 /// The loss of a step, one mean over the targets of all its micro-batches and ranks, and this rank's part of its gradients.

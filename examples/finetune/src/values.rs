@@ -126,7 +126,7 @@ impl FromStr for Clip {
             "none" => Ok(Self(None)),
             number => match positive(number) {
                 Ok(norm) => Ok(Self(Some(norm))),
-                Err(_) => Err("give a number above 0, or none".to_owned()),
+                Err(problem) => Err(format!("{problem}, or none")),
             },
         }
     }
@@ -148,18 +148,29 @@ pub(crate) fn at_least<const MIN: usize>(text: &str) -> Result<usize, String> {
     }
 }
 
+pub(crate) fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("give a whole number from 0 to {}", u64::MAX))
+}
+
+/// What is done with the number is done in f32: in one that f32 does not hold it would be 0 or infinite.
 pub(crate) fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
-        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
+        Ok(number) if (number as f32).is_normal() && number > 0.0 => Ok(number),
+        Ok(number) if number.is_finite() && number > 0.0 => Err(in_f32("")),
         _ => Err("give a number above 0".to_owned()),
     }
 }
 
 pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
-        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        Ok(number) if number == 0.0 || (number as f32).is_normal() && number > 0.0 => Ok(number.abs()),
+        Ok(number) if number.is_finite() && number > 0.0 => Err(in_f32("0 or ")),
         _ => Err("give 0 or a number above it".to_owned()),
     }
+}
+
+fn in_f32(or: &str) -> String {
+    format!("give {or}a number from {:e} to {:e}, as 32 bits hold it", f32::MIN_POSITIVE, f32::MAX)
 }
 
 #[cfg(test)]
@@ -167,6 +178,18 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+
+    #[rstest]
+    #[case("0", false, true)]
+    #[case("-0", false, true)]
+    #[case("3e38", true, true)]
+    #[case("4e38", false, false)]
+    #[case("2e-38", true, true)]
+    #[case("1e-38", false, false)]
+    #[case("-2", false, false)]
+    fn a_number_is_one_in_32_bits_too(#[case] text: &str, #[case] above: bool, #[case] from: bool) {
+        assert_eq!((positive(text).is_ok(), not_negative(text).is_ok()), (above, from));
+    }
 
     #[rstest]
     #[case("auto", Some(Tile::Auto))]
@@ -185,6 +208,8 @@ mod tests {
     #[case("0", None)]
     #[case("nan", None)]
     #[case("inf", None)]
+    #[case("1e-300", None)]
+    #[case("1e39", None)]
     fn a_clip_is_a_norm_or_none_and_shows_as_it_is_typed(#[case] text: &str, #[case] expected: Option<Clip>) {
         let clip = text.parse::<Clip>().ok();
         assert_eq!(clip, expected);

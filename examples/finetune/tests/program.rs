@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use burn::tensor::Device;
-use llama::{ParallelConfig, load};
+use llama::{Llama, LlamaConfig, ParallelConfig, load};
 
 fn finetune(folder: &Path, args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_finetune")).current_dir(folder).args(args.split_whitespace()).output().unwrap()
@@ -109,6 +109,7 @@ fn a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_good_weights() {
     let stderr = stderr(&output);
     let first = stderr.lines().next().unwrap();
     assert!(first.starts_with("error: step 2: loss NaN") && first.contains("lower --lr"), "{first}");
+    assert!(first.contains("the initial weights are in out/model"), "{first}");
     assert_eq!(losses(&folder.path().join("out/metrics.csv")).len(), 1, "the step that was not taken has no row");
 
     // Those before the step that broke it: they can be evaluated.
@@ -116,6 +117,100 @@ fn a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_good_weights() {
     assert_eq!(output.status.code(), Some(0), "{}", self::stderr(&output));
     let first = |name: &str| losses(&folder.path().join(name).join("metrics.csv"))[0];
     assert!((first("again")[0] - first("out")[0]).abs() < 1e-5);
+}
+
+fn eval(folder: &Path, model: &str) -> f64 {
+    let output =
+        finetune(folder, &format!("--seq-len 64 --eval --sequences 1 --ranks 2 --model {model} --tokens bytes"));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    stdout.lines().last().unwrap().split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// A step that no further loss judges: its weights are looked at.
+#[test]
+fn weights_that_the_last_step_broke_are_not_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let broken = "--lr 1e30 --weight-decay 1e30 --schedule cosine";
+    for (name, steps, kept) in [
+        ("one", "--steps 1", "the initial weights are in one/model"),
+        // The rate of the first step is 0, hence its weights are the initial ones.
+        ("two", "--steps 2 --warmup 1", "the last good weights, those after step 1, are in two/model"),
+    ] {
+        let output = finetune(folder.path(), &format!("--seq-len 64 --ranks 2 {broken} {steps} --out {name}"));
+        let stderr = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        let step = steps.chars().nth(8).unwrap();
+        let first = stderr.lines().next().unwrap();
+        assert!(first.starts_with(&format!("error: step {step}: model.embed_tokens.weight is not finite")), "{first}");
+        assert!(first.contains(kept) && first.contains("lower --lr"), "{first}");
+        let begin = losses(&folder.path().join(name).join("metrics.csv"))[0][0];
+        assert!((eval(folder.path(), &format!("{name}/model")) - begin).abs() < 1e-5);
+    }
+}
+
+/// Weights of which the loss is finite and the gradients are not are no good ones.
+#[test]
+fn a_norm_that_is_not_a_number_keeps_the_weights_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = finetune(folder.path(), "--seq-len 64 --ranks 2 --steps 3 --lr 1e38 --out out");
+    let stderr = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("the initial weights are in out/model"), "{stderr}");
+    let begin = losses(&folder.path().join("out/metrics.csv"))[0][0];
+    assert!((eval(folder.path(), "out/model") - begin).abs() < 1e-5);
+}
+
+#[test]
+fn weights_that_fail_at_the_first_step_stay_as_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    let config = LlamaConfig::new(256, 8, 12, 2, 2, 1);
+    let mut weights = Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap();
+    // Each a number, their products none.
+    weights.norm.inner.gamma = weights.norm.inner.gamma.map(|gamma| gamma * 1e38);
+    let head = weights.lm_head.as_mut().unwrap();
+    head.weight = head.weight.clone().map(|weight| weight * 1e10);
+    weights.save(&model).unwrap();
+    let output = finetune(folder.path(), "--model model --tokens bytes --seq-len 64 --ranks 2 --steps 2 --out out");
+    let stderr = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.starts_with("error: step 1: loss "), "{stderr}");
+    assert!(
+        stderr.contains("the initial weights are in out/model: no step was taken yet: check the model"),
+        "{stderr}"
+    );
+    let read = |path: &str| fs::read(folder.path().join(path)).unwrap();
+    assert!(read("model/model.safetensors") == read("out/model/model.safetensors"));
+}
+
+#[test]
+fn a_model_that_is_broken_already_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut model =
+        Llama::init(&LlamaConfig::new(256, 8, 12, 2, 2, 1), &ParallelConfig::none(), &Device::flex()).unwrap();
+    model.norm.inner.gamma = model.norm.inner.gamma.map(|gamma| gamma * f32::NAN);
+    model.save(&folder.path().join("model")).unwrap();
+    let output = finetune(folder.path(), "--model model --tokens bytes --seq-len 64");
+    assert_eq!(output.status.code(), Some(2));
+    let expected = "error: model: model.norm.weight has values that are not finite numbers: download or save it again";
+    assert_eq!(stderr(&output).lines().next(), Some(expected));
+    assert_eq!(listing(folder.path()), ["model"]);
+}
+
+#[test]
+fn pretrained_weights_have_a_smaller_rate_and_what_was_loaded_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    common::model(&folder.path().join("model"));
+    fs::write(folder.path().join("text.txt"), "a b c d e f g h i j k ".repeat(9)).unwrap();
+    let output = finetune(folder.path(), "--model model --data text.txt --seq-len 16 --steps 1 --ranks 2 --out out");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.contains("0.00001 is the default with --model"), "{said}");
+    // Two tables, a norm, and in each of two layers two norms and seven projections.
+    assert!(said.lines().any(|line| line == "21 weights loaded; nothing ignored"), "{said}");
+    let metrics = fs::read_to_string(folder.path().join("out/metrics.csv")).unwrap();
+    assert_eq!(metrics.lines().nth(1).unwrap().split(',').nth(3), Some("0.00001"));
 }
 
 #[test]

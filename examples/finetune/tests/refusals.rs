@@ -67,7 +67,7 @@ static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
     common::tokenizer(&copy("refusing"), Some("{{ raise_exception('no talk') }}"));
     common::tokenizer(
         &copy("rewriting"),
-        Some("{% for m in messages %}{% if loop.last %}<|end|>{% endif %} {{ m.content }}{% endfor %}"),
+        Some("{% for m in messages %}{% if loop.last %}<|end|>{% endif %} {{ m.content | upper }}{% endfor %}"),
     );
     common::weights(&copy("small"), 9);
     let edited = |name: &str, from: &str, to: &str| {
@@ -136,9 +136,28 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--lr inf", "invalid value 'inf' for '--lr", "give a number above 0")]
 #[case("--lr -1", "invalid value '-1' for '--lr", "give a number above 0")]
 #[case("--lr 0", "invalid value '0' for '--lr", "give a number above 0")]
+#[case("--lr 1e300", "invalid value '1e300' for '--lr", "give a number from 1.1754944e-38 to 3.4028235e38")]
+#[case("--lr 1e-300", "invalid value '1e-300' for '--lr", "give a number from 1.1754944e-38 to 3.4028235e38")]
+#[case(
+    "--min-lr 1e300 --schedule cosine",
+    "invalid value '1e300' for '--min-lr",
+    "give 0 or a number from 1.1754944e-38"
+)]
+#[case(
+    "--model good --min-lr 1e-4 --schedule cosine --data abc.txt",
+    "--min-lr 0.0001 above --lr 0.00001",
+    "lower --min-lr"
+)]
 #[case("--min-lr 1e-4", "--min-lr without --schedule cosine", "leave one of them out")]
 #[case("--schedule cosine --min-lr 1", "--min-lr 1 above --lr 0.003", "lower --min-lr")]
 #[case("--weight-decay nan", "invalid value 'nan' for '--weight-decay", "give 0 or a number above")]
+#[case("--weight-decay 1e300", "invalid value '1e300' for '--weight-decay", "give 0 or a number from 1.1754944e-38")]
+#[case(
+    "--clip 1e-300",
+    "invalid value '1e-300' for '--clip",
+    "give a number from 1.1754944e-38 to 3.4028235e38, as 32 bits hold it, or none"
+)]
+#[case("--seed -1", "invalid value '-1' for '--seed", "give a whole number from 0")]
 #[case("--clip 0", "invalid value '0' for '--clip", "give a number above 0, or none")]
 #[case("--mlp-tile -2", "invalid value '-2' for '--mlp-tile", "from 1, auto or off")]
 #[case("--checkpoint maybe", "invalid value 'maybe' for '--checkpoint", "on, off")]
@@ -170,7 +189,11 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--model notemplate --data chat.jsonl", "notemplate: conversations need a chat template", "chat_template.jinja")]
 #[case("--model badtemplate --data chat.jsonl", "badtemplate/tokenizer_config.json: line 1", "put another template")]
 #[case("--model refusing --data chat.jsonl", "chat.jsonl:1: the chat template refuses: line 1: no talk", "correct the")]
-#[case("--model rewriting --data chat.jsonl", "chat.jsonl:1: message 2: the chat template writes", "that only appends")]
+#[case(
+    "--model rewriting --data chat.jsonl",
+    "chat.jsonl:1: message 2: the chat template does not write",
+    "that only appends"
+)]
 // Models.
 #[case("--model nowhere", "nowhere/config.json: ", "give a Hugging Face model folder")]
 #[case("--model noconfig", "noconfig/config.json: ", "give a Hugging Face model folder")]
@@ -187,9 +210,9 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--model garbage --data abc.txt", "garbage/model.safetensors: ", "download or save it again")]
 #[case("--model emptyweights --data abc.txt", "emptyweights/model.safetensors: ", "download or save it again")]
 #[case("--model noweights --data abc.txt", "model.safetensors: ", "give a folder")]
-#[case("--model wide --data abc.txt", "where config.json says", "the weights do not fit")]
-#[case("--model deep --data abc.txt", "missing: model.layers.2", "the weights do not fit")]
-#[case("--model shallow --data abc.txt", "unused: model.layers.1", "the weights do not fit")]
+#[case("--model wide --data abc.txt", "where config.json says", "use the config.json that was saved")]
+#[case("--model deep --data abc.txt", "missing: model.layers.2", "use the config.json that was saved")]
+#[case("--model shallow --data abc.txt", "unused: model.layers.1", "use the config.json that was saved")]
 // Output folders.
 #[case("--out full", "--out full: the folder is not empty", "give a new or empty folder")]
 #[case("--out short.txt", "--out short.txt: a file, not a folder", "give a new or empty folder")]
@@ -226,10 +249,45 @@ fn a_request_that_cannot_be_served_ends_with_2_and_writes_nothing(
 #[rstest]
 #[case("--data pipe", "pipe: neither a file nor a folder: write what it gives to a file first")]
 #[case("--data /dev/zero", "/dev/zero: neither a file nor a folder")]
-#[case("--config pipe", "--config pipe: pipe: neither a file nor a folder")]
+#[case("--config pipe", "--config pipe: neither a file nor a folder: give a TOML file of values, seq-len = 8192")]
+#[case(
+    "--config /dev/zero",
+    "--config /dev/zero: neither a file nor a folder: give a TOML file of values, seq-len = 8192"
+)]
+#[case("--model config.json", "config.json/config.json: a folder, a pipe or a device, not a file: give a Hugging Face")]
+#[case("--model tokenizer.json", "tokenizer.json/tokenizer.json: neither a file nor a folder: download")]
+#[case(
+    "--model tokenizer_config.json",
+    "tokenizer_config.json/tokenizer_config.json: neither a file nor a folder: download"
+)]
+#[case("--model special_tokens_map.json", "special_tokens_map.json: neither a file nor a folder: download")]
+#[case("--model chat_template.jinja", "chat_template.jinja: neither a file nor a folder: put a template there")]
+#[case("--model model.safetensors", "model.safetensors: a folder, a pipe or a device, not a file: make it a file")]
+#[case(
+    "--model model.safetensors.index.json",
+    "index.json: a folder, a pipe or a device, not a file: make it a readable"
+)]
 fn pipes_and_devices_are_refused_at_once(#[case] args: &str, #[case] expected: &str) {
     let folder = tempfile::tempdir().unwrap();
-    assert!(Command::new("mkfifo").arg(folder.path().join("pipe")).status().unwrap().success());
+    let pipe = |path: &Path| {
+        fs::remove_file(path).ok();
+        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    };
+    pipe(&folder.path().join("pipe"));
+    // A model of which one file is a pipe.
+    if let Some(name) = args.strip_prefix("--model ") {
+        let model = folder.path().join(name);
+        common::model(&model);
+        if name.ends_with("index.json") {
+            fs::remove_file(model.join("model.safetensors")).unwrap();
+        }
+        pipe(&model.join(name));
+    }
+    let chat =
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"a b\"}, {\"role\": \"assistant\", \"content\": \"c\"}]}";
+    fs::write(folder.path().join("chat.jsonl"), chat).unwrap();
+    let data = if args.contains("--data") { "" } else { " --data chat.jsonl --seq-len 7 --ranks 2" };
+    let args = format!("{args}{data}");
     let output = Command::new(env!("CARGO_BIN_EXE_finetune"))
         .current_dir(folder.path())
         .args(args.split_whitespace())

@@ -51,7 +51,11 @@ pub enum LlamaError {
     },
 
     /// Weights that are not those of the configured model.
-    #[error("{}: the weights do not fit config.json: {report}", path.display())]
+    #[error(
+        "{}: the weights do not fit config.json: {report}: use the config.json that was saved with these weights, or download \
+         both again",
+        path.display()
+    )]
     Mismatch {
         /// Which file.
         path: PathBuf,

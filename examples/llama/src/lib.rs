@@ -36,6 +36,8 @@
 mod block;
 mod config;
 mod error;
+mod files;
+mod finite;
 mod load;
 mod model;
 mod names;
@@ -49,6 +51,8 @@ pub use block::{Block, Mlp};
 pub use burn_context_parallel::sequence::RotaryScaling;
 pub use config::{Family, LlamaConfig};
 pub use error::{LlamaError, Result};
+pub use files::SafetensorsHeader;
+pub use finite::not_finite;
 pub use load::{LoadReport, Missing, load, load_as};
 pub use model::Llama;
 pub use names::{hf_name, named_gradients};

@@ -49,6 +49,24 @@ impl LoadReport {
     pub fn is_complete(&self) -> bool {
         self.missing.is_empty() && self.unused.is_empty() && self.errors.is_empty()
     }
+
+    /// A line for people about a complete load: how many weights, and which tensors were passed over.
+    ///
+    /// ```
+    /// let report = llama::LoadReport {
+    ///     applied: vec!["model.norm.weight".into()],
+    ///     ignored: vec!["lm_head.weight".into()],
+    ///     ..Default::default()
+    /// };
+    /// assert_eq!(report.summary(), "1 weights loaded; ignored, as they say nothing new: lm_head.weight");
+    /// ```
+    pub fn summary(&self) -> String {
+        let ignored = match &self.ignored[..] {
+            [] => "nothing ignored".to_owned(),
+            names => format!("ignored, as they say nothing new: {}", first_few(names)),
+        };
+        format!("{} weights loaded; {ignored}", self.applied.len())
+    }
 }
 
 impl fmt::Display for LoadReport {
@@ -65,24 +83,28 @@ impl fmt::Display for LoadReport {
             Some(similar) => format!("{} (did you mean {similar}, which the file has?)", missing.name),
             None => missing.name.clone(),
         });
-        list(f, "missing", missing.collect())?;
-        list(f, "unused", self.unused.clone())?;
-        list(f, "wrong", self.errors.clone())?;
-        list(f, "ignored", self.ignored.clone())
+        list(f, "missing", &missing.collect::<Vec<_>>())?;
+        list(f, "unused", &self.unused)?;
+        list(f, "wrong", &self.errors)?;
+        list(f, "ignored", &self.ignored)
+    }
+}
+
+fn list(f: &mut fmt::Formatter<'_>, what: &str, names: &[String]) -> fmt::Result {
+    match names {
+        [] => Ok(()),
+        names => write!(f, "; {what}: {}", first_few(names)),
     }
 }
 
 /// A model of another size has hundreds of wrong tensors: the first few tell.
-fn list(f: &mut fmt::Formatter<'_>, what: &str, names: Vec<String>) -> fmt::Result {
+fn first_few(names: &[String]) -> String {
     const SHOWN: usize = 8;
-    if names.is_empty() {
-        return Ok(());
-    }
-    write!(f, "; {what}: {}", names[..names.len().min(SHOWN)].join(", "))?;
-    if names.len() > SHOWN {
-        write!(f, " and {} more", names.len() - SHOWN)?;
-    }
-    Ok(())
+    let more = match names.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    names[..names.len().min(SHOWN)].join(", ") + &more
 }
 
 /// The model of a Hugging Face folder on `device`, in the device's float type (f32, unless the device is configured otherwise),

@@ -1,21 +1,18 @@
 //! The files of a folder's weights: one, or several with an index, checked before any weight is read.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Component, Path, PathBuf};
 
 use serde::Deserialize;
-use serde::de::IgnoredAny;
 
 use crate::error::{LlamaError, Result};
+use crate::files::{SafetensorsHeader, read_text};
 
 /// The name of the weights in a model folder.
 pub(crate) const WEIGHTS: &str = "model.safetensors";
 /// The name of the index where they are in several files.
 const INDEX: &str = "model.safetensors.index.json";
-/// Longer headers are refused by the format's own library.
-const LONGEST_HEADER: u64 = 100_000_000;
 
 /// The weights of a folder.
 pub(crate) struct Files {
@@ -28,11 +25,12 @@ pub(crate) struct Files {
 /// As transformers chooses: the one file if there is one, else the index.
 pub(crate) fn find(folder: &Path) -> Result<Files> {
     let (single, index) = (folder.join(WEIGHTS), folder.join(INDEX));
-    if single.is_file() {
-        header(&single)?;
+    // What is there and is no file is refused when it is read, not passed over.
+    if single.exists() {
+        SafetensorsHeader::read(&single)?;
         return Ok(Files { named: single.clone(), paths: vec![single] });
     }
-    if index.is_file() {
+    if index.exists() {
         return shards(folder, index);
     }
     for (other, what) in
@@ -59,8 +57,7 @@ struct Index {
 
 fn shards(folder: &Path, index: PathBuf) -> Result<Files> {
     let damaged = |problem: String| LlamaError::Weights { path: index.clone(), problem };
-    let text = std::fs::read_to_string(&index)
-        .map_err(|error| LlamaError::file(&index, error, "make it a readable file of text"))?;
+    let text = read_text(&index, "make it a readable file of text")?;
     let Index { weight_map } =
         serde_json::from_str(&text).map_err(|error| damaged(format!("no index of shards: {error}")))?;
     let mut shards: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
@@ -76,11 +73,11 @@ fn shards(folder: &Path, index: PathBuf) -> Result<Files> {
     let mut paths = Vec::with_capacity(shards.len());
     for (shard, tensors) in shards {
         let path = folder.join(shard);
-        if !path.is_file() {
+        if !path.exists() {
             let error = io::Error::new(io::ErrorKind::NotFound, "no such shard");
             return Err(LlamaError::file(&path, error, "download all files that model.safetensors.index.json names"));
         }
-        let held = header(&path)?;
+        let held = SafetensorsHeader::read(&path)?.tensors;
         if let Some(name) = tensors.iter().find(|name| !held.contains(**name)) {
             return Err(damaged(format!("{shard} does not have {name}")));
         }
@@ -101,28 +98,6 @@ fn is_plain(name: &str) -> bool {
     let mut components = Path::new(name).components();
     let plain = matches!((components.next(), components.next()), (Some(Component::Normal(_)), None));
     plain && !name.contains(['/', '\\', '\0'])
-}
-
-/// The names of a safetensors file's tensors, from its header alone; nothing is allocated that the file does not hold.
-fn header(path: &Path) -> Result<BTreeSet<String>> {
-    let damaged = |problem: String| LlamaError::Weights { path: path.to_owned(), problem };
-    let unreadable = |error| LlamaError::file(path, error, "make the file readable");
-    let mut file = File::open(path).map_err(unreadable)?;
-    let bytes = file.metadata().map_err(unreadable)?.len();
-    let mut length = [0; 8];
-    if bytes < 8 {
-        return Err(damaged(format!("{bytes} bytes are no safetensors file")));
-    }
-    file.read_exact(&mut length).map_err(unreadable)?;
-    let length = u64::from_le_bytes(length);
-    if length > (bytes - 8).min(LONGEST_HEADER) {
-        return Err(damaged(format!("a header of {length} bytes in a file of {bytes}")));
-    }
-    let mut header = Vec::with_capacity(length as usize);
-    file.take(length).read_to_end(&mut header).map_err(unreadable)?;
-    let names: BTreeMap<String, IgnoredAny> =
-        serde_json::from_slice(&header).map_err(|error| damaged(format!("no safetensors header: {error}")))?;
-    Ok(names.into_keys().filter(|name| name != "__metadata__").collect())
 }
 
 #[cfg(test)]

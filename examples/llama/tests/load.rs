@@ -7,7 +7,7 @@ use std::path::Path;
 
 use burn::tensor::Device;
 use common::{edited, folder};
-use llama::{LlamaConfig, LlamaError, ParallelConfig, RotaryScaling, load};
+use llama::{LlamaConfig, LlamaError, ParallelConfig, RotaryScaling, SafetensorsHeader, load, not_finite};
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -49,6 +49,7 @@ fn a_misspelt_tensor_is_missing_and_unused_with_a_suggestion() {
     assert_eq!(report.missing[0].did_you_mean.as_deref(), Some("model.layers.1.mlp.upp_proj.weight"));
     assert_eq!(report.unused, ["model.layers.1.mlp.upp_proj.weight"]);
     assert!(text.contains("model.safetensors") && text.contains("did you mean"), "{text}");
+    assert!(text.contains("use the config.json that was saved with these weights"), "{text}");
 }
 
 #[rstest]
@@ -103,6 +104,9 @@ fn tensors_that_say_nothing_are_accepted_and_named() {
     let report = try_load(copy.path()).unwrap();
     assert!(report.is_complete());
     assert_eq!(report.ignored, ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]);
+    let summary = report.summary();
+    assert!(summary.starts_with(&format!("{} weights loaded; ignored", report.applied.len())), "{summary}");
+    assert!(summary.ends_with(": lm_head.weight, model.layers.0.self_attn.rotary_emb.inv_freq"), "{summary}");
 }
 
 #[test]
@@ -159,6 +163,48 @@ fn absent_files_are_errors_that_name_what_should_be_there() {
     fs::write(copy.path().join("pytorch_model.bin"), "").unwrap();
     let error = try_load(copy.path()).unwrap_err();
     assert!(error.is_unsupported() && error.to_string().contains("PyTorch pickle"), "{error}");
+}
+
+/// Whoever opened it would wait for a writer.
+#[cfg(unix)]
+#[rstest]
+#[case("config.json")]
+#[case("model.safetensors")]
+#[case("model.safetensors.index.json")]
+fn a_pipe_is_no_file_of_a_model(#[case] name: &str) {
+    let copy = edited("llama", |_| {});
+    if name.ends_with("index.json") {
+        fs::remove_file(copy.path().join("model.safetensors")).unwrap();
+    }
+    let path = copy.path().join(name);
+    fs::remove_file(&path).ok();
+    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let error = try_load(copy.path()).unwrap_err();
+    assert!(matches!(error, LlamaError::File { .. }), "{error:?}");
+    assert!(error.to_string().contains(&format!("{name}: a folder, a pipe or a device, not a file")), "{error}");
+}
+
+#[test]
+fn a_header_says_names_and_metadata_of_a_file() {
+    let header = SafetensorsHeader::read(&folder("llama").join("model.safetensors")).unwrap();
+    let tensors = common::read(&folder("llama").join("model.safetensors"));
+    assert!(header.tensors.iter().eq(tensors.keys()));
+    assert_eq!(header.metadata.get("format").map(String::as_str), Some("pt"));
+    assert!(matches!(SafetensorsHeader::read(&folder("llama")), Err(LlamaError::File { .. })));
+}
+
+#[test]
+fn a_value_that_is_not_finite_is_found_by_its_name() {
+    for (value, bits) in [("NaN", f32::NAN), ("infinity", f32::NEG_INFINITY)] {
+        let copy = edited("llama", |tensors| {
+            let weight = tensors.get_mut("model.layers.1.mlp.up_proj.weight").unwrap();
+            weight.2[400..404].copy_from_slice(&bits.to_le_bytes());
+        });
+        let (model, _) = load(copy.path(), &ParallelConfig::none(), &Device::flex().autodiff()).unwrap();
+        assert_eq!(not_finite(&model).as_deref(), Some("model.layers.1.mlp.up_proj.weight"), "{value}");
+    }
+    let (model, _) = load(&folder("llama"), &ParallelConfig::none(), &Device::flex()).unwrap();
+    assert_eq!(not_finite(&model), None);
 }
 
 #[rstest]

@@ -11,6 +11,7 @@ use burn_context_parallel::sequence::{RotaryFrequencies, RotaryScaling};
 use serde_json::{Map, Value};
 
 use crate::error::{LlamaError, Result};
+use crate::files::read_text;
 
 pub use family::Family;
 pub(crate) use family::nearest;
@@ -107,11 +108,10 @@ impl LlamaConfig {
     ///
     /// # Errors
     ///
-    /// [`LlamaError::File`] if it cannot be read, [`LlamaError::Config`] if it is not JSON or describes no model,
+    /// [`LlamaError::File`] if it cannot be read or is no file, [`LlamaError::Config`] if it is not JSON or describes no model,
     /// [`LlamaError::Unsupported`] if the model is one that this crate does not build.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| LlamaError::file(path, error, "give a Hugging Face model folder with a config.json"))?;
+        let text = read_text(path, "give a Hugging Face model folder with a config.json")?;
         Self::parse(&text, path)
     }
 
