@@ -264,7 +264,7 @@ fn a_frozen_parameter_changes_no_other_gradient(
 #[case(|config: UPipeAttentionConfig| config.with_qk_norm(Some(0.0)), "qk_norm")]
 #[case(|config: UPipeAttentionConfig| config.with_qk_norm(Some(f64::NAN)), "qk_norm")]
 #[case(|config: UPipeAttentionConfig| config.with_softcap(Some(-1.0)), "softcap")]
-#[case(|config: UPipeAttentionConfig| config.with_window(Some(0)), "window 0")]
+#[case(|config: UPipeAttentionConfig| config.with_window(Some(0)), "a window of 0")]
 fn settings_of_no_sense_are_errors(
     #[case] change: fn(UPipeAttentionConfig) -> UPipeAttentionConfig,
     #[case] named: &str,
