@@ -12,7 +12,7 @@ const WIDEST: usize = 64;
 /// The most levels; the serializer recurses, and a stack ends without an error.
 const DEEPEST: usize = 256;
 /// The most bytes: a template can make values of which the text would be endless.
-const LONGEST: usize = 1 << 26;
+pub(crate) const LONGEST: usize = 1 << 26;
 
 /// `json.dumps(value, ensure_ascii=False, indent=indent)`.
 ///

@@ -1,12 +1,13 @@
 //! Chat templates as transformers renders them: Jinja with trimmed blocks, Python's methods, and a few functions more.
 
+use std::fmt::{self, Write};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, Value, context, escape_formatter};
+use minijinja::{Environment, Error, ErrorKind, State, Value, context, escape_formatter};
 
-use crate::json;
+use crate::json::{self, LONGEST};
 
 /// What rendering one conversation may cost: an instruction, or 64 bytes of text. A template of a model uses some dozens a message;
 /// this is a second, and hundreds of megabytes.
@@ -30,11 +31,16 @@ impl Template {
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|error| describe(&error))?);
         environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_unknown_method_callback(method);
         environment.set_formatter(|out, state, value| match value.kind() {
             // As Python writes them.
             ValueKind::None => out.write_str("None").map_err(Error::from),
             ValueKind::Bool => out.write_str(if value.is_true() { "True" } else { "False" }).map_err(Error::from),
+            ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => {
+                let mut text = Limited(String::new());
+                write!(text, "{value}").map_err(|_| Error::from(ErrorKind::OutOfFuel))?;
+                out.write_str(&text.0).map_err(Error::from)
+            }
             _ => escape_formatter(out, state, value),
         });
         environment.add_filter("tojson", tojson);
@@ -106,7 +112,8 @@ fn describe(error: &Error) -> String {
         ErrorKind::OutOfFuel => Some("no end after 20 million instructions"),
         _ => error.detail(),
     };
-    let mut text = match (error.line(), detail) {
+    let kind = error.kind().to_string();
+    let mut text = match (error.line(), detail.or(error.line().map(|_| &*kind))) {
         (Some(line), Some(detail)) => format!("line {line}: {detail}"),
         (None, Some(detail)) => detail.to_owned(),
         _ => error.to_string(),
@@ -117,6 +124,51 @@ fn describe(error: &Error) -> String {
         source = cause.source();
     }
     text.lines().collect::<Vec<_>>().join(" ")
+}
+
+/// The text of a value of many parts, which is charged only once it is there.
+struct Limited(String);
+
+impl Write for Limited {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        if self.0.len() + text.len() > LONGEST {
+            return Err(fmt::Error);
+        }
+        self.0.push_str(text);
+        Ok(())
+    }
+}
+
+/// Python's methods. Those that fuel does not bound are paid in advance, or take no values of many parts.
+fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    let refuse = |what: &str| Err(Error::new(ErrorKind::InvalidOperation, format!("{name} {what} is not built")));
+    match (name, value.as_str()) {
+        ("format", Some(format)) => {
+            let format = format.replace("{{", "");
+            let fields: Vec<&str> = format.split('{').skip(1).filter_map(|field| field.split('}').next()).collect();
+            let digits = fields.iter().flat_map(|field| field.split(|c: char| !c.is_ascii_digit()));
+            let widths = digits.filter(|run| !run.is_empty()).map(|run| run.parse().unwrap_or(u64::MAX));
+            let mut longest = 1;
+            for arg in args {
+                match (arg.kind(), arg.as_str()) {
+                    (_, Some(text)) => longest = longest.max(text.len() as u64),
+                    (ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Undefined, _) => {}
+                    _ => return refuse("with names, lists or objects"),
+                }
+            }
+            let bytes = widths.fold((fields.len() as u64).saturating_mul(longest), u64::saturating_add);
+            state.consume_fuel(bytes / 64)?;
+        }
+        ("join", Some(_)) => {
+            let items =
+                args.first().filter(|items| items.kind() != ValueKind::String).map(Value::try_iter).transpose()?;
+            if items.into_iter().flatten().any(|item| matches!(item.kind(), ValueKind::Seq | ValueKind::Map)) {
+                return refuse("of lists or objects");
+            }
+        }
+        _ => {}
+    }
+    minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
 }
 
 /// Python's `json.dumps(x, ensure_ascii=False, indent=..)`.
@@ -217,6 +269,7 @@ mod tests {
     #[case("{{ [1, {'a': []}] | tojson(indent=2) }}", "[\n  1,\n  {\n    \"a\": []\n  }\n]")]
     #[case("{{ messages[1].content }} {{ add_generation_prompt }} {{ tools is none }}", "None True True")]
     #[case("{{ messages[0]['content'].split('<')[0].strip().upper() }}", "A")]
+    #[case("{{ '{:>3}|{}'.format('a', 1.5) }} {{ '-'.join(['a', 'b']) }}", "  a|1.5 a-b")]
     #[case("{{ '%02d' | format(3) ~ messages[1].get('missing', 'm') }}", "03m")]
     #[case("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "2")]
     #[case("{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ loop.index }}{% endfor %}", "1")]
@@ -229,6 +282,8 @@ mod tests {
     #[case("{{ raise_exception('roles must alternate') }}", "roles must alternate")]
     #[case("{% if %}", "line 1: ")]
     #[case("{{ 1 | nofilter }}", "nofilter")]
+    #[case("{{ messages[3].content.strip() }}", "line 1: undefined value")]
+    #[case("{{ '{}'.format([1]) }}", "format with names, lists or objects is not built")]
     #[case("{{ strftime_now('%Q') }}", "%Q is not built")]
     fn what_a_template_refuses_is_said_in_one_line(#[case] source: &str, #[case] expected: &str) {
         let error = render(source).unwrap_err();
@@ -258,18 +313,27 @@ mod tests {
         "bytes of JSON"
     )]
     #[case::json_deep(
-        "{% set ns = namespace(x=[1]) %}{% for a in range(50000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x | tojson }}",
-        ""
-    )]
-    #[case::deep_text(
-        "{% set ns = namespace(x=[1]) %}{% for a in range(50000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
-        ""
+        "{% set ns = namespace(x=[1]) %}{% for a in range(999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x | tojson }}",
+        "more than 256 levels"
     )]
     #[case::itself("{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | tojson }}", "")]
     #[case::recursion("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "")]
     fn a_template_without_end_is_refused(#[case] source: &str, #[case] expected: &str) {
         let error = render(source).unwrap_err();
         assert!(error.contains(expected), "{error}");
+    }
+
+    /// 2 ^ 60 numbers in 60 lists.
+    #[rstest]
+    fn a_value_of_far_too_many_parts_is_no_text(
+        #[values("{{ ns.x }}", "{{ '{}'.format(ns.x) }}", "{{ '{a}'.format(a=ns.x) }}", "{{ 'a'.join(ns.x) }}")]
+        last: &str,
+    ) {
+        let source = format!(
+            "{{% set ns = namespace(x=[1], y=[1]) %}}{{% for a in range(60) %}}{{% set ns.x = [ns.x, ns.x] %}}\
+             {{% set ns.y = [ns.y, ns.y] %}}{{% endfor %}}{last}"
+        );
+        assert!(render(&source).is_err());
     }
 
     #[test]
