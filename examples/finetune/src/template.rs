@@ -63,8 +63,8 @@ impl Template {
     pub fn render(&self, messages: &[Value], tools: &Value, add_generation_prompt: bool) -> Result<String, NoText> {
         let context = context! { messages, tools, documents => (), add_generation_prompt };
         self.environment.render_str(&self.source, context).map_err(|error| {
-            let causes = std::iter::successors(std::error::Error::source(&error), |cause| cause.source());
-            match causes.into_iter().any(|cause| cause.is::<Raised>()) {
+            let mut causes = std::iter::successors(std::error::Error::source(&error), |cause| cause.source());
+            match causes.any(|cause| cause.is::<Raised>()) {
                 true => NoText::Refused(describe(&error)),
                 false => NoText::Failed(describe(&error)),
             }
