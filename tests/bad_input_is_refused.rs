@@ -129,6 +129,8 @@ fn sequences_and_their_documents() {
         PerToken::per_row(&[]),
         Documents::from_lengths(&[HUGE, 1]),
         Documents::from_lengths(&[1 << 40]),
+        Documents::from_lengths(&[3]).unwrap().padded_to(1 << 50),
+        PerToken::per_row(&[vec![1], vec![2]]).unwrap().resized(HUGE, 0),
         PerToken::per_row(&[vec![1], vec![]]),
         Documents::from_cu_seqlens(&[]),
         Documents::from_cu_seqlens(&[1, 4]),

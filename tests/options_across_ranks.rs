@@ -165,7 +165,7 @@ fn windows_with_documents_are_one_device(
     #[values(None, Some(1), Some(3), Some(6))] per_stage: Option<usize>,
 ) {
     let layout = SequenceLayout::contiguous(26, ranks).unwrap();
-    let documents = Documents::from_cu_seqlens(&[0, 3, 4, 15, 23]).unwrap().padded_to(26);
+    let documents = Documents::from_cu_seqlens(&[0, 3, 4, 15, 23]).unwrap().padded_to(26).unwrap();
     for causal in [true, false] {
         let options = if causal { FlashOptions::causal() } else { FlashOptions::full().with_lookahead(2) };
         let options = options.with_window(window).with_documents(documents.clone());
@@ -216,4 +216,43 @@ fn a_batchs_documents_reach_upipe(#[values(2, 3)] ranks: usize) {
     });
     let parts: Vec<Tensor<4>> = parts.iter().map(|part| tensor(part, DType::F64, &Device::flex())).collect();
     assert_close("out", &layout.assemble(&parts, 1), &expected[0], TOLERANCE);
+}
+
+/// Heads under different masks would be a wrong result and no error: ranks that disagree about options all get one.
+#[rstest]
+#[case::documents(|o: FlashOptions| o.with_documents(Documents::from_cu_seqlens(&[0, 5, 10]).unwrap()))]
+#[case::other_documents(|o: FlashOptions| o.with_documents(Documents::from_cu_seqlens(&[0, 4, 10]).unwrap()))]
+#[case::window(|o: FlashOptions| o.with_window(3))]
+#[case::lookahead(|o: FlashOptions| o.with_lookahead(3))]
+#[case::scale(|o: FlashOptions| o.with_scale(0.3))]
+#[case::softcap(|o: FlashOptions| o.with_softcap(5.0))]
+#[case::offsets(|o: FlashOptions| o.with_offsets(0, 1))]
+#[case::positions(|o: FlashOptions| {
+    let positions = PerToken::shared((1..11).collect());
+    o.with_positions(positions.clone(), positions)
+})]
+#[case::not_causal(|_| FlashOptions::full())]
+fn ranks_that_disagree_about_options_all_get_an_error(
+    #[case] odd: fn(FlashOptions) -> FlashOptions,
+    #[values(false, true)] staged: bool,
+) {
+    on_ranks(3, move |world| {
+        let layout = SequenceLayout::contiguous(10, 3)?;
+        let x = || Tensor::<4>::ones([1, 3, layout.local_len(world.rank()), 4], &Device::flex());
+        let plain = FlashOptions::causal();
+        let options = if world.rank() == 1 { odd(plain) } else { plain };
+        let result = if staged {
+            let schedule = Schedule::new(3, 3, 3, 3)?;
+            let (source, inputs) = Given::new(x().swap_dims(1, 2), x().swap_dims(1, 2), x().swap_dims(1, 2));
+            upipe_cross(source, inputs, &schedule, &options, &world, &layout, &layout)
+        } else {
+            ulysses(x(), x(), x(), &options, &world, &layout, &layout)
+        };
+        let error = result.unwrap_err();
+        assert!(
+            matches!(error, burn_context_parallel::Error::Group(_)) && error.to_string().contains("options"),
+            "{error}"
+        );
+        Ok(())
+    });
 }

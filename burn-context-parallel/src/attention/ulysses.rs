@@ -75,6 +75,7 @@ pub fn ulysses(
         return flash::flash_attention(q, k, v, options);
     }
     let scheme = Scheme::new(q.dims()[1], k.dims()[1], group.size())?;
+    let group = &group.about(options.digest());
     let inputs = Inputs::new().input(&q).input(&k).input(&v);
 
     // From here on in the order of exchanges: [B, tokens, heads, D], without autodiff.

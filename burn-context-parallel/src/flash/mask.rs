@@ -309,7 +309,8 @@ mod tests {
         // Forty documents of ten tiles: forty triangles.
         let documents = FlashOptions::causal().with_documents(Documents::from_lengths(&[960; 40]).unwrap());
         assert_eq!(visited(&documents, len, tile), 40 * 10 * 11 / 2);
-        let padded = FlashOptions::full().with_documents(Documents::from_lengths(&[960]).unwrap().padded_to(len));
+        let padded =
+            FlashOptions::full().with_documents(Documents::from_lengths(&[960]).unwrap().padded_to(len).unwrap());
         assert_eq!(visited(&padded, len, tile), 100);
     }
 }

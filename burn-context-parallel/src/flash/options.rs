@@ -1,5 +1,7 @@
 //! What to attend to, and how scores are scaled.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use crate::sequence::{Documents, PerToken};
 use crate::{Error, Result};
 
@@ -134,6 +136,19 @@ impl FlashOptions {
             && self.documents.as_ref().is_none_or(same)
     }
 
+    /// A number that differs where options do: ranks that attend together compare it, since heads under different masks would be a wrong
+    /// result and no error.
+    pub fn digest(&self) -> u64 {
+        // Named one by one, so that a new option is not forgotten.
+        let Self { causal, scale, q_offset, k_offset, window, lookahead, softcap, documents, positions } = self;
+        let documents = documents.as_ref().map(|(q, k)| (q.ids().digest(), k.ids().digest()));
+        let positions = positions.as_ref().map(|(q, k)| (q.digest(), k.digest()));
+        let mut hasher = DefaultHasher::new();
+        (causal, scale.map(f64::to_bits), q_offset, k_offset, window, lookahead).hash(&mut hasher);
+        (softcap.map(f64::to_bits), documents, positions).hash(&mut hasher);
+        hasher.finish()
+    }
+
     /// How far a query looks ahead, if there is a limit.
     pub(crate) fn ahead(&self) -> Option<i128> {
         if self.causal { Some(0) } else { self.lookahead.map(|ahead| ahead as i128) }
@@ -152,7 +167,7 @@ impl FlashOptions {
     /// What is wrong with the options by themselves.
     pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
         let wrong = |problem: String, remedy: &str| Err(Error::invalid(operation, problem, remedy));
-        if let Some(scale) = self.scale.filter(|scale| !scale.is_finite()) {
+        if let Some(scale) = self.scale.filter(|scale| !(*scale as f32).is_finite()) {
             return wrong(format!("the scale is {scale}"), "give a finite scale, or None for 1 / sqrt(D)");
         }
         if let Some(cap) = self.softcap.filter(|cap| !((*cap as f32).is_normal() && *cap > 0.0)) {

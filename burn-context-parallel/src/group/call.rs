@@ -106,6 +106,8 @@ pub enum Argument {
     Reduce(ReduceOp),
     /// How far a shift goes.
     By(isize),
+    /// What ranks must agree on beyond the call: the digest of a mask, say.
+    About(u64),
 }
 
 impl fmt::Display for Argument {
@@ -114,6 +116,7 @@ impl fmt::Display for Argument {
             Self::Root(root) => write!(f, "root {root}"),
             Self::Reduce(op) => write!(f, "{op:?}"),
             Self::By(by) => write!(f, "by {by}"),
+            Self::About(digest) => write!(f, "options {digest:016x}"),
         }
     }
 }

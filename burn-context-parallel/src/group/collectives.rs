@@ -111,7 +111,8 @@ impl ProcessGroup {
             return parts.into_iter().map(unpack).collect();
         }
         let parts = self.prepare_all(parts)?;
-        let call = Call { dtype, expects: Some(expected.to_vec()), ..self.begin::<T>(operation) };
+        let argument = self.about.map(Argument::About);
+        let call = Call { dtype, argument, expects: Some(expected.to_vec()), ..self.begin::<T>(operation) };
         let parts = exchange_counted(&*self.transport, &call, parts)?;
         parts.into_iter().map(unpack).collect()
     }

@@ -58,6 +58,8 @@ use crate::{Error, Result};
 #[derive(Clone)]
 pub struct ProcessGroup {
     transport: Arc<dyn Transport>,
+    /// What its unequal exchanges are about.
+    about: Option<u64>,
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -83,7 +85,13 @@ impl ProcessGroup {
 
     /// A group over a transport.
     pub fn from_transport(transport: Arc<dyn Transport>) -> Self {
-        Self { transport }
+        Self { transport, about: None }
+    }
+
+    /// This group, with something that its ranks must agree on in every [`all_to_all_uneven`](Self::all_to_all_uneven): where they do
+    /// not, each of them gets an error. Costs no exchange.
+    pub fn about(&self, digest: u64) -> Self {
+        Self { transport: self.transport.clone(), about: Some(digest) }
     }
 
     /// What it runs on; for a transport that wraps another one.

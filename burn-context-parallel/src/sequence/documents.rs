@@ -1,6 +1,7 @@
 //! Which document a token belongs to, and which position it has: what masks are made of, as values.
 
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use super::MAX_TOKENS;
@@ -24,12 +25,25 @@ pub const NO_DOCUMENT: i64 = -1;
 pub struct PerToken {
     rows: usize,
     values: Arc<[i64]>,
+    digest: u64,
 }
 
 impl PerToken {
+    fn new(rows: usize, values: Arc<[i64]>) -> Self {
+        // The same in every process: its keys are fixed.
+        let mut hasher = DefaultHasher::new();
+        (rows, &values).hash(&mut hasher);
+        Self { rows, digest: hasher.finish(), values }
+    }
+
+    /// A number that differs where the values do, for ranks to compare.
+    pub(crate) fn digest(&self) -> u64 {
+        self.digest
+    }
+
     /// The same for every sequence of a batch.
     pub fn shared(values: Vec<i64>) -> Self {
-        Self { rows: 1, values: values.into() }
+        Self::new(1, values.into())
     }
 
     /// One row per sequence of a batch.
@@ -49,7 +63,7 @@ impl PerToken {
                 "give every token of every sequence a value",
             ));
         }
-        Ok(Self { rows: rows.len(), values: rows.concat().into() })
+        Ok(Self::new(rows.len(), rows.concat().into()))
     }
 
     /// How many rows there are; 1 fits any batch.
@@ -79,12 +93,23 @@ impl PerToken {
     }
 
     /// The same rows, cut or extended to `len` tokens; new ones get `value`.
-    pub fn resized(&self, len: usize, value: i64) -> Self {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if all rows together would have more than [`MAX_TOKENS`] values.
+    pub fn resized(&self, len: usize, value: i64) -> Result<Self> {
         if len == self.len() {
-            return self.clone();
+            return Ok(self.clone());
+        }
+        if len.checked_mul(self.rows).is_none_or(|all| all > MAX_TOKENS) {
+            return Err(Error::invalid(
+                "PerToken::resized",
+                format!("{} rows of {len} tokens", self.rows),
+                format!("use at most {MAX_TOKENS} tokens"),
+            ));
         }
         let row = |row: usize| self.row(row).iter().copied().chain(std::iter::repeat(value)).take(len);
-        Self { rows: self.rows, values: (0..self.rows).flat_map(row).collect() }
+        Ok(Self::new(self.rows, (0..self.rows).flat_map(row).collect()))
     }
 }
 
@@ -98,7 +123,7 @@ impl PerToken {
 /// let documents = Documents::from_cu_seqlens(&[0, 3, 8])?;
 /// assert_eq!(documents.row(0), [0, 0, 0, 1, 1, 1, 1, 1]);
 /// assert_eq!(documents.positions().row(0), [0, 1, 2, 0, 1, 2, 3, 4]);
-/// assert_eq!(documents.padded_to(9).row(0).last(), Some(&-1));
+/// assert_eq!(documents.padded_to(9)?.row(0).last(), Some(&-1));
 /// assert!(Documents::from_cu_seqlens(&[0, 8, 3]).is_err());
 /// # Ok::<(), burn_context_parallel::Error>(())
 /// ```
@@ -187,8 +212,12 @@ impl Documents {
     }
 
     /// The same documents in sequences of `len` tokens; tokens beyond them belong to none.
-    pub fn padded_to(&self, len: usize) -> Self {
-        Self(self.0.resized(len, NO_DOCUMENT))
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if `len` is beyond [`MAX_TOKENS`].
+    pub fn padded_to(&self, len: usize) -> Result<Self> {
+        Ok(Self(self.0.resized(len, NO_DOCUMENT)?))
     }
 
     /// Positions that restart in each document: how many tokens of the same document come before. Outside documents 0.
@@ -205,7 +234,7 @@ impl Documents {
             };
             self.row(row).iter().map(position).collect::<Vec<_>>()
         });
-        PerToken { rows: self.rows(), values: rows.collect::<Vec<_>>().concat().into() }
+        PerToken::new(self.rows(), rows.collect::<Vec<_>>().concat().into())
     }
 }
 

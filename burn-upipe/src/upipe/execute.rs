@@ -88,7 +88,7 @@ pub fn upipe_cross<S: StageSource>(
     let run = Run {
         schedule: schedule.clone(),
         options: options.clone(),
-        group: group.clone(),
+        group: group.about(options.digest()),
         q_layout: q_layout.clone(),
         kv_layout: kv_layout.clone(),
     };

@@ -74,7 +74,7 @@ impl Schedule {
             return Err(Error::invalid(
                 "Schedule::new",
                 format!("{per_stage} heads a stage of {heads} query heads"),
-                format!("use 1 to {heads}; multiples of the {ranks} ranks keep all of them equally busy"),
+                format!("use 1 to {heads}; a multiple of the ranks ({ranks}) keeps all of them equally busy"),
             ));
         }
         let entries = heads.div_ceil(per_stage).saturating_mul(ranks);

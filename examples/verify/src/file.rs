@@ -1,11 +1,11 @@
 //! Reference files: safetensors.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs;
-use std::io::Read;
 use std::path::Path;
 
 use burn::tensor::{DType, TensorData};
+use llama::SafetensorsHeader;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
@@ -16,28 +16,10 @@ pub struct Reference {
     tensors: BTreeMap<String, TensorData>,
 }
 
-/// Longer headers are refused by the format's own library.
-const LONGEST_HEADER: u64 = 100_000_000;
-
 /// A file's metadata, from its header alone.
-pub fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
-    let damaged = |problem: String| format!("not a safetensors file ({problem}): make it again");
-    let mut file = fs::File::open(path).map_err(|error| format!("{error}: make the file readable"))?;
-    let mut length = [0; 8];
-    file.read_exact(&mut length).map_err(|error| damaged(error.to_string()))?;
-    let length = u64::from_le_bytes(length);
-    if length > LONGEST_HEADER {
-        return Err(damaged(format!("a header of {length} bytes")));
-    }
-    let mut header = Vec::new();
-    file.take(length).read_to_end(&mut header).map_err(|error| damaged(error.to_string()))?;
-    let header: serde_json::Value = serde_json::from_slice(&header).map_err(|error| damaged(error.to_string()))?;
-    let entries = header.get("__metadata__").and_then(serde_json::Value::as_object);
-    Ok(entries
-        .into_iter()
-        .flatten()
-        .filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())))
-        .collect())
+pub fn metadata(path: &Path) -> Result<BTreeMap<String, String>, String> {
+    let header = SafetensorsHeader::read(path).map_err(|error| error.to_string())?;
+    Ok(header.metadata)
 }
 
 impl Reference {
