@@ -12,7 +12,7 @@ use serde_json::Value as Json;
 use crate::answers;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::template::Template;
+use crate::template::{NoText, Template};
 use crate::tokens::{CHAT_TEMPLATE, FolderTokenizer};
 
 const ASSISTANT: &str = "assistant";
@@ -67,9 +67,15 @@ impl<'a> Chat<'a> {
             serde_json::from_str(line).map_err(|error| fault(format!("no conversation: {error}"), FORM))?;
         check(&messages)?;
         let render = |messages: &[Value], prompt: bool| {
-            self.template
-                .render(messages, &tools, prompt)
-                .map_err(|problem| fault(format!("the chat template refuses: {problem}"), "correct the conversation"))
+            self.template.render(messages, &tools, prompt).map_err(|error| match error {
+                NoText::Refused(said) => {
+                    fault(format!("the chat template refuses: {said}"), "correct the conversation")
+                }
+                NoText::Failed(problem) => fault(
+                    format!("the chat template fails: {problem}"),
+                    "put one that can render this conversation into the model's folder as chat_template.jinja",
+                ),
+            })
         };
         let text = render(&messages, false)?;
         let mut found = Vec::new();

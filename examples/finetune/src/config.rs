@@ -44,6 +44,14 @@ pub(crate) fn words(path: &Path, typed_too: impl Fn(&str) -> bool) -> Result<Vec
         }
         match value.get_ref() {
             DeValue::Boolean(on) if name == "eval" => words.extend(on.then(|| "--eval".to_owned())),
+            // None would be no --data, which is this repository's source.
+            DeValue::Array(items) if name == "data" && items.is_empty() => {
+                return Err(fail(
+                    line,
+                    "data is an empty list".into(),
+                    "name files or folders, or leave data out".into(),
+                ));
+            }
             DeValue::Array(items) if name == "data" => {
                 for item in items.iter() {
                     let DeValue::String(item) = item.get_ref() else {

@@ -46,7 +46,7 @@ impl Corpus {
         let tokens = documents.tokens.len();
         let seq_len = seq_len.unwrap_or(tokens.max(2));
         if tokens < seq_len {
-            return Err(TextError::Short { tokens, seq_len }.into());
+            return Err(TextError::Short { files, tokens, seq_len }.into());
         }
         let mut corpus = Self { files, documents, separate, seq_len, idle: 0, used: Vec::new(), valid: Vec::new() };
         let all = tokens / seq_len;

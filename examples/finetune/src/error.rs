@@ -93,8 +93,8 @@ pub enum Error {
         /// What the system says.
         source: io::Error,
     },
-    /// Standard output is gone.
-    #[error("standard output: {0}: keep it open until the run ends")]
+    /// Standard output could not be written to; the run itself came to its end.
+    #[error("standard output: {0}: the run is complete, what it said is not: see its folder")]
     Say(io::Error),
     /// The weights could not be saved.
     #[error("weights not saved: {0}")]
@@ -102,6 +102,9 @@ pub enum Error {
     /// A rank failed.
     #[error(transparent)]
     Launch(#[from] LaunchError),
+    /// An evaluation that gives no number.
+    #[error("--eval: the loss is {0}, not a number: check the model, or use --dtype f32")]
+    NoLoss(f64),
     /// Loss or gradients are not numbers any more.
     #[error("{halt}: {}: {}", match (saved, halt.kept) {
         (Some(folder), Some(0)) => format!("the initial weights are in {}", folder.display()),
@@ -137,7 +140,12 @@ impl Error {
             | Self::Text(_)
             | Self::Model(_)
             | Self::Out { .. } => 2,
-            Self::Write { .. } | Self::Say(_) | Self::Save(_) | Self::Launch(_) | Self::Diverged { .. } => 1,
+            Self::Write { .. }
+            | Self::Say(_)
+            | Self::Save(_)
+            | Self::Launch(_)
+            | Self::NoLoss(_)
+            | Self::Diverged { .. } => 1,
         }
     }
 }

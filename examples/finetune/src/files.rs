@@ -53,10 +53,13 @@ pub enum TextError {
     },
     /// Not one sequence's worth.
     #[error(
-        "{tokens} tokens of text are less than a sequence of {seq_len}: give more with --data{}",
+        "{tokens} tokens of text are less than a sequence of {seq_len}{}: give more with --data{}",
+        of(files),
         if *tokens > 1 { format!(", or --seq-len {tokens} or less") } else { String::new() }
     )]
     Short {
+        /// Where the text is from.
+        files: Vec<PathBuf>,
         /// What there is.
         tokens: usize,
         /// What is needed.
@@ -93,8 +96,11 @@ pub(crate) fn read_text(path: &Path) -> Result<String, TextError> {
     if let Some(at) = bytes.iter().position(|byte| *byte == 0) {
         return Err(binary(format!("a zero byte at {at}, as in binary files")));
     }
-    String::from_utf8(bytes)
-        .map_err(|error| binary(format!("not UTF-8 from byte {}", error.utf8_error().valid_up_to())))
+    String::from_utf8(bytes).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        let line = 1 + error.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
+        binary(format!("not UTF-8 from byte {at}, in line {line}"))
+    })
 }
 
 /// The named files, and all files with a known ending under the named folders, those in alphabetical order.
@@ -157,6 +163,17 @@ fn walk(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) -> Result<
     Ok(())
 }
 
+/// The first few.
+fn of(files: &[PathBuf]) -> String {
+    const SHOWN: usize = 3;
+    let more = files.len().saturating_sub(SHOWN);
+    match files {
+        [] => String::new(),
+        _ if more > 0 => format!(" ({} and {more} more)", list(&files[..SHOWN])),
+        _ => format!(" ({})", list(files)),
+    }
+}
+
 fn list(paths: &[PathBuf]) -> String {
     paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" ")
 }
@@ -184,7 +201,8 @@ mod tests {
     }
 
     #[rstest]
-    #[case(b"gr\xfcn", "not UTF-8 from byte 2")]
+    #[case(b"gr\xfcn", "not UTF-8 from byte 2, in line 1: ")]
+    #[case(b"a\nb\n\xfc\n", "not UTF-8 from byte 4, in line 3: ")]
     #[case(b"\x7fELF\0\0", "a zero byte at 4")]
     fn what_is_no_text_is_refused_with_the_place(#[case] bytes: &[u8], #[case] expected: &str) {
         let file = tempfile::NamedTempFile::new().unwrap();

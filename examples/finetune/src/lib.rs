@@ -43,6 +43,8 @@ mod error;
 mod eval;
 mod explain;
 mod files;
+mod guard;
+mod json;
 mod metrics;
 mod order;
 mod out;
@@ -67,6 +69,7 @@ pub use documents::Documents;
 pub use error::{Error, Result};
 pub use eval::{Evaluation, evaluate};
 pub use files::TextError;
+pub use guard::quiet_guarded_panics;
 pub use metrics::{StepMetrics, Table};
 pub use order::Order;
 pub use plan::{ModelSource, OutFolder, Plan};
@@ -94,24 +97,27 @@ pub struct Summary {
 /// # Errors
 ///
 /// [`Error::exit_code`] 2 for a request that cannot be served, 1 for a run that failed. A loss that is not a number ends the run
-/// with [`Error::Diverged`]; the last good weights are saved then.
+/// with [`Error::Diverged`]; the last good weights are saved then. A voice that cannot be heard ends no run: if whoever listened has
+/// gone (`finetune | head`), that is no error, and on a full disk it is [`Error::Say`] once everything is saved.
 pub fn run(args: &Args, voice: &Voice) -> Result<Summary> {
     let plan = Plan::new(args)?;
     let text = plan.to_string();
-    voice.line(&text)?;
+    voice.line(&text);
     let (model, report) = initial_model(&plan)?;
     if let Some(report) = report {
-        voice.line(&format!("{}\n", report.summary()))?;
+        voice.line(&format!("{}\n", report.summary()));
     }
     let out = out::claim(&plan.out, "plan.txt", &text)?;
     if let Some(out) = &out {
-        voice.line(&format!("writing to {}\n", out.display()))?;
+        voice.line(&format!("writing to {}\n", out.display()));
         out::write(&out.join("config.toml"), &config::resolved(&plan))?;
     }
-    match out {
+    let summary = match out {
         Some(out) if !plan.eval => train_into(&plan, model, &out, voice),
         out => evaluate_into(&plan, model, out, voice),
-    }
+    }?;
+    // Last: what was to be kept is on the disk by now.
+    voice.failure().map_or(Ok(summary), |error| Err(Error::Say(error)))
 }
 
 fn evaluate_into(plan: &Plan, model: Llama, out: Option<PathBuf>, voice: &Voice) -> Result<Summary> {
@@ -123,7 +129,10 @@ fn evaluate_into(plan: &Plan, model: Llama, out: Option<PathBuf>, voice: &Voice)
     };
     drop(guard);
     let evaluation = evaluation?;
-    voice.line(&evaluation.to_string())?;
+    if !evaluation.loss.is_finite() {
+        return Err(Error::NoLoss(evaluation.loss));
+    }
+    voice.line(&evaluation.to_string());
     if let Some(out) = &out {
         let json = serde_json::json!(evaluation);
         out::write(&out.join("eval.json"), &format!("{json:#}\n"))?;
@@ -141,7 +150,7 @@ fn train_into(plan: &Plan, model: Llama, out: &Path, voice: &Voice) -> Result<Su
         let voice = voice.clone();
         train(plan, model, move |step| {
             table.add(&step)?;
-            voice.line(&step.line(total))?;
+            voice.line(&step.line(total));
             voice.done(step.step);
             log.lock().unwrap_or_else(PoisonError::into_inner).push(step);
             Ok(())
@@ -174,7 +183,7 @@ fn train_into(plan: &Plan, model: Llama, out: &Path, voice: &Voice) -> Result<Su
             100.0 * (last.loss / first.loss - 1.0),
             steps.len(),
             folder.display()
-        ))?;
+        ));
     }
     Ok(Summary { out: Some(out.to_owned()), steps, evaluation: None })
 }

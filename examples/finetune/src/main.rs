@@ -10,6 +10,7 @@ use burn_upipe::profile::heap::CountingAllocator;
 static HEAP: CountingAllocator = CountingAllocator;
 
 fn main() -> ExitCode {
+    finetune::quiet_guarded_panics();
     // Other crates' warnings would come before the line that says what is wrong.
     let mut logger = env_logger::Builder::new();
     for ours in ["burn_context_parallel", "burn_upipe", "llama", "finetune"] {

@@ -1,16 +1,17 @@
 //! How far a run is: a bar with the time left on a terminal, lines elsewhere.
 
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::error::{Error, Result};
-
 /// Where a run says what it does; a clone is a handle. The default says nothing.
+///
+/// Saying something never fails: hours of training are worth more than their log. From the first line on that cannot be written it
+/// is silent.
 #[derive(Clone)]
 pub struct Voice {
-    say: Arc<Mutex<dyn Write + Send>>,
+    say: Arc<Mutex<Say>>,
     bar: Arc<Mutex<Option<ProgressBar>>>,
     terminal: bool,
 }
@@ -18,6 +19,7 @@ pub struct Voice {
 impl Voice {
     /// Lines to `say`, nothing else.
     pub fn new(say: impl Write + Send + 'static) -> Self {
+        let say = Say { to: Box::new(say), failure: None };
         Self { say: Arc::new(Mutex::new(say)), bar: Arc::default(), terminal: false }
     }
 
@@ -27,19 +29,17 @@ impl Voice {
     }
 
     /// A line, above the bar.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Say`] if nobody listens any more.
-    pub(crate) fn line(&self, line: &str) -> Result<()> {
-        let write = || {
-            let mut say = self.say.lock().unwrap_or_else(PoisonError::into_inner);
-            writeln!(say, "{line}").and_then(|()| say.flush()).map_err(Error::Say)
-        };
+    pub(crate) fn line(&self, line: &str) {
+        let write = || self.say().line(line);
         match &*self.bar() {
             Some(bar) => bar.suspend(write),
             None => write(),
         }
+    }
+
+    /// Why it is silent, once; `None` if it is not, or if whoever listened has gone.
+    pub(crate) fn failure(&self) -> Option<io::Error> {
+        self.say().failure.take().filter(|error| error.kind() != io::ErrorKind::BrokenPipe)
     }
 
     /// Starts a bar of so many parts.
@@ -70,8 +70,25 @@ impl Voice {
         }
     }
 
-    fn bar(&self) -> std::sync::MutexGuard<'_, Option<ProgressBar>> {
+    fn say(&self) -> MutexGuard<'_, Say> {
+        self.say.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn bar(&self) -> MutexGuard<'_, Option<ProgressBar>> {
         self.bar.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Say {
+    to: Box<dyn Write + Send>,
+    failure: Option<io::Error>,
+}
+
+impl Say {
+    fn line(&mut self, line: &str) {
+        if let Err(error) = writeln!(self.to, "{line}").and_then(|()| self.to.flush()) {
+            *self = Self { to: Box::new(io::sink()), failure: Some(error) };
+        }
     }
 }
 
@@ -87,5 +104,41 @@ impl Drop for Bar<'_> {
 impl Default for Voice {
     fn default() -> Self {
         Self::new(io::sink())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A disk, or a pipe, that takes one line.
+    struct One(Vec<u8>, io::ErrorKind);
+
+    impl Write for One {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if self.0.contains(&b'\n') {
+                return Err(self.1.into());
+            }
+            self.0.write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_voice_that_is_not_heard_is_silent_and_only_a_full_disk_is_a_failure() {
+        for (kind, failure) in
+            [(io::ErrorKind::BrokenPipe, None), (io::ErrorKind::StorageFull, Some(io::ErrorKind::StorageFull))]
+        {
+            let voice = Voice::new(One(Vec::new(), kind));
+            voice.line("one");
+            assert!(voice.failure().is_none());
+            for line in ["two", "three"] {
+                voice.line(line);
+            }
+            assert_eq!(voice.failure().map(|error| error.kind()), failure);
+        }
     }
 }

@@ -1,12 +1,17 @@
 //! Chat templates as transformers renders them: Jinja with trimmed blocks, Python's methods, and a few functions more.
 
+use std::fmt::{self, Write};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, Value, context, escape_formatter};
-use serde::Serialize;
-use serde_json::ser::{CompactFormatter, Formatter, PrettyFormatter};
+use minijinja::{Environment, Error, ErrorKind, State, Value, context, escape_formatter};
+
+use crate::json::{self, LONGEST};
+
+/// What rendering one conversation may cost: an instruction, or 64 bytes of text. A template of a model uses some dozens a message;
+/// this is a second, and hundreds of megabytes.
+const FUEL: u64 = 20_000_000;
 
 /// A template and what it may call.
 #[derive(Debug)]
@@ -25,16 +30,22 @@ impl Template {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|error| describe(&error))?);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_fuel(Some(FUEL));
+        environment.set_unknown_method_callback(method);
         environment.set_formatter(|out, state, value| match value.kind() {
             // As Python writes them.
             ValueKind::None => out.write_str("None").map_err(Error::from),
             ValueKind::Bool => out.write_str(if value.is_true() { "True" } else { "False" }).map_err(Error::from),
+            ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => {
+                let mut text = Limited(String::new());
+                write!(text, "{value}").map_err(|_| Error::from(ErrorKind::OutOfFuel))?;
+                out.write_str(&text.0).map_err(Error::from)
+            }
             _ => escape_formatter(out, state, value),
         });
         environment.add_filter("tojson", tojson);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
+            Err(Error::new(ErrorKind::InvalidOperation, message).with_source(Raised))
         });
         environment.add_function("strftime_now", |format: String| {
             let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
@@ -49,11 +60,31 @@ impl Template {
     }
 
     /// The text of a conversation.
-    pub fn render(&self, messages: &[Value], tools: &Value, add_generation_prompt: bool) -> Result<String, String> {
+    pub fn render(&self, messages: &[Value], tools: &Value, add_generation_prompt: bool) -> Result<String, NoText> {
         let context = context! { messages, tools, documents => (), add_generation_prompt };
-        self.environment.render_str(&self.source, context).map_err(|error| describe(&error))
+        self.environment.render_str(&self.source, context).map_err(|error| {
+            let mut causes = std::iter::successors(std::error::Error::source(&error), |cause| cause.source());
+            match causes.any(|cause| cause.is::<Raised>()) {
+                true => NoText::Refused(describe(&error)),
+                false => NoText::Failed(describe(&error)),
+            }
+        })
     }
 }
+
+/// Why a conversation has no text, in one line.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum NoText {
+    /// The template says that the conversation is not as it should be.
+    Refused(String),
+    /// The template does not know what to do with it.
+    Failed(String),
+}
+
+/// Marks errors of `raise_exception`.
+#[derive(Debug, thiserror::Error)]
+#[error("raise_exception")]
+struct Raised;
 
 /// `{% generation %}` marks answers for transformers; where they are is found otherwise here. Its whitespace control stays.
 fn without_generation_marks(source: &str) -> String {
@@ -77,20 +108,70 @@ fn without_generation_marks(source: &str) -> String {
 
 /// One line, the deepest cause included.
 fn describe(error: &Error) -> String {
-    let mut text = match (error.line(), error.detail()) {
+    let detail = match error.kind() {
+        ErrorKind::OutOfFuel => Some("no end after 20 million instructions"),
+        _ => error.detail(),
+    };
+    let kind = error.kind().to_string();
+    let mut text = match (error.line(), detail.or(error.line().map(|_| &*kind))) {
         (Some(line), Some(detail)) => format!("line {line}: {detail}"),
         (None, Some(detail)) => detail.to_owned(),
         _ => error.to_string(),
     };
     let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
+    while let Some(cause) = source.filter(|cause| !cause.is::<Raised>()) {
         text = format!("{text}: {cause}");
         source = cause.source();
     }
     text.lines().collect::<Vec<_>>().join(" ")
 }
 
-/// Python's `json.dumps(x, ensure_ascii=False, indent=..)`: spaces after commas and colons, nothing escaped for HTML.
+/// The text of a value of many parts, which is charged only once it is there.
+struct Limited(String);
+
+impl Write for Limited {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        if self.0.len() + text.len() > LONGEST {
+            return Err(fmt::Error);
+        }
+        self.0.push_str(text);
+        Ok(())
+    }
+}
+
+/// Python's methods. Those that fuel does not bound are paid in advance, or take no values of many parts.
+fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    let refuse = |what: &str| Err(Error::new(ErrorKind::InvalidOperation, format!("{name} {what} is not built")));
+    match (name, value.as_str()) {
+        ("format", Some(format)) => {
+            let format = format.replace("{{", "");
+            let fields: Vec<&str> = format.split('{').skip(1).filter_map(|field| field.split('}').next()).collect();
+            let digits = fields.iter().flat_map(|field| field.split(|c: char| !c.is_ascii_digit()));
+            let widths = digits.filter(|run| !run.is_empty()).map(|run| run.parse().unwrap_or(u64::MAX));
+            let mut longest = 1;
+            for arg in args {
+                match (arg.kind(), arg.as_str()) {
+                    (_, Some(text)) => longest = longest.max(text.len() as u64),
+                    (ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Undefined, _) => {}
+                    _ => return refuse("with names, lists or objects"),
+                }
+            }
+            let bytes = widths.fold((fields.len() as u64).saturating_mul(longest), u64::saturating_add);
+            state.consume_fuel(bytes / 64)?;
+        }
+        ("join", Some(_)) => {
+            let items =
+                args.first().filter(|items| items.kind() != ValueKind::String).map(Value::try_iter).transpose()?;
+            if items.into_iter().flatten().any(|item| matches!(item.kind(), ValueKind::Seq | ValueKind::Map)) {
+                return refuse("of lists or objects");
+            }
+        }
+        _ => {}
+    }
+    minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
+}
+
+/// Python's `json.dumps(x, ensure_ascii=False, indent=..)`.
 fn tojson(value: Value, indent: Option<usize>, options: Kwargs) -> Result<Value, Error> {
     let indent = match indent {
         Some(indent) => Some(indent),
@@ -99,37 +180,9 @@ fn tojson(value: Value, indent: Option<usize>, options: Kwargs) -> Result<Value,
     // As transformers' own templates give it; ASCII alone is not built.
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
-    let spaces = " ".repeat(indent.unwrap_or(0));
-    let text = match indent {
-        Some(_) => serialize(&value, PrettyFormatter::with_indent(spaces.as_bytes())),
-        None => serialize(&value, Spaced(CompactFormatter)),
-    };
-    text.map(Value::from_safe_string)
+    json::dumps(&value, indent)
+        .map(Value::from_safe_string)
         .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("tojson: {error}")))
-}
-
-fn serialize(value: &Value, formatter: impl Formatter) -> Result<String, String> {
-    let mut bytes = Vec::new();
-    value
-        .serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, formatter))
-        .map_err(|error| error.to_string())?;
-    String::from_utf8(bytes).map_err(|error| error.to_string())
-}
-
-struct Spaced(CompactFormatter);
-
-impl Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 /// The codes that templates use, in UTC: a run must not depend on where it is.
@@ -202,7 +255,9 @@ mod tests {
         let template = Template::new(source, special.iter().map(|(name, token)| (name, token)))?;
         let messages = r#"[{"role": "user", "content": "a<b> & 'c'"}, {"role": "x", "content": null}]"#;
         let messages: Vec<Value> = serde_json::from_str(messages).unwrap();
-        template.render(&messages, &Value::from(()), true)
+        template
+            .render(&messages, &Value::from(()), true)
+            .map_err(|(NoText::Refused(text) | NoText::Failed(text))| text)
     }
 
     /// The right sides are Jinja2's, with transformers' settings.
@@ -214,6 +269,7 @@ mod tests {
     #[case("{{ [1, {'a': []}] | tojson(indent=2) }}", "[\n  1,\n  {\n    \"a\": []\n  }\n]")]
     #[case("{{ messages[1].content }} {{ add_generation_prompt }} {{ tools is none }}", "None True True")]
     #[case("{{ messages[0]['content'].split('<')[0].strip().upper() }}", "A")]
+    #[case("{{ '{:>3}|{}'.format('a', 1.5) }} {{ '-'.join(['a', 'b']) }}", "  a|1.5 a-b")]
     #[case("{{ '%02d' | format(3) ~ messages[1].get('missing', 'm') }}", "03m")]
     #[case("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "2")]
     #[case("{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ loop.index }}{% endfor %}", "1")]
@@ -226,10 +282,68 @@ mod tests {
     #[case("{{ raise_exception('roles must alternate') }}", "roles must alternate")]
     #[case("{% if %}", "line 1: ")]
     #[case("{{ 1 | nofilter }}", "nofilter")]
+    #[case("{{ messages[3].content.strip() }}", "line 1: undefined value")]
+    #[case("{{ '{}'.format([1]) }}", "format with names, lists or objects is not built")]
     #[case("{{ strftime_now('%Q') }}", "%Q is not built")]
     fn what_a_template_refuses_is_said_in_one_line(#[case] source: &str, #[case] expected: &str) {
         let error = render(source).unwrap_err();
         assert!(error.contains(expected) && !error.contains('\n'), "{error}");
+    }
+
+    /// Each would take hours, all memory or the stack.
+    #[rstest]
+    #[case::loops(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "line 1: no end after"
+    )]
+    #[case::repeats("{{ 'x' * 1000000000000 }}", "no end after")]
+    #[case::doubles(
+        "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "no end after"
+    )]
+    #[case::replaces("{{ ('x' * 1000000).replace('x', 'x' * 1000000) }}", "no end after")]
+    #[case::indent("{{ 'a\nb' | indent(1000000000000) }}", "no end after")]
+    #[case::width("{{ '%1000000000000d' | format(3) }}", "")]
+    #[case::star("{{ '%*d' | format(1000000000000, 3) }}", "")]
+    #[case::precision("{{ '%.1000000000f' | format(3.0) }}", "")]
+    #[case::method_width("{{ '{:>1000000000000}'.format(3) }}", "")]
+    #[case::json_indent("{{ [1] | tojson(indent=1000000000000) }}", "tojson: an indent of 1000000000000: at most 64")]
+    #[case::json_wide(
+        "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | tojson }}",
+        "bytes of JSON"
+    )]
+    #[case::json_deep(
+        "{% set ns = namespace(x=[1]) %}{% for a in range(999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x | tojson }}",
+        "more than 256 levels"
+    )]
+    #[case::itself("{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | tojson }}", "")]
+    #[case::recursion("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "")]
+    fn a_template_without_end_is_refused(#[case] source: &str, #[case] expected: &str) {
+        let error = render(source).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
+
+    /// 2 ^ 60 numbers in 60 lists.
+    #[rstest]
+    fn a_value_of_far_too_many_parts_is_no_text(
+        #[values("{{ ns.x }}", "{{ '{}'.format(ns.x) }}", "{{ '{a}'.format(a=ns.x) }}", "{{ 'a'.join(ns.x) }}")]
+        last: &str,
+    ) {
+        let source = format!(
+            "{{% set ns = namespace(x=[1], y=[1]) %}}{{% for a in range(60) %}}{{% set ns.x = [ns.x, ns.x] %}}\
+             {{% set ns.y = [ns.y, ns.y] %}}{{% endfor %}}{last}"
+        );
+        assert!(render(&source).is_err());
+    }
+
+    #[test]
+    fn what_a_template_says_is_told_from_what_it_cannot_do() {
+        let render = |source: &str| Template::new(source, []).unwrap().render(&[], &Value::from(()), true).unwrap_err();
+        assert_eq!(render("{{ raise_exception('no') }}"), NoText::Refused("line 1: no".to_owned()));
+        let raised = "{% macro a() %}{{ raise_exception('no') }}{% endmacro %}{{ a() }}";
+        assert!(matches!(render(raised), NoText::Refused(_)));
+        assert!(matches!(render("{{ 1 | nofilter }}"), NoText::Failed(_)));
+        assert!(matches!(render("{{ messages[3].content.strip() }}"), NoText::Failed(_)));
     }
 
     #[rstest]

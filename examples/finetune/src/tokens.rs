@@ -5,10 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use tokenizers::Tokenizer;
+use tokenizers::{Encoding, Tokenizer};
 
 use crate::error::{Error, Result};
 use crate::files;
+use crate::guard::guarded;
 
 /// Token ids of a byte-level vocabulary.
 pub(crate) const BYTES: usize = 256;
@@ -16,6 +17,7 @@ pub(crate) const BYTES: usize = 256;
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 pub(crate) const CHAT_TEMPLATE: &str = "chat_template.jinja";
+const REMEDY: &str = "download or save it again, or use --tokens bytes for byte tokens";
 const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// What belongs to a model besides its configuration and weights, and is copied with it.
@@ -76,10 +78,11 @@ impl Tokens {
         if !path.exists() {
             return Err(fail(&path, "no such file".into(), "use --tokens bytes for byte tokens, or a folder with it"));
         }
-        const REMEDY: &str = "download or save it again, or use --tokens bytes for byte tokens";
         let text = files::read_text(&path).map_err(|error| fail(&path, error.problem(), REMEDY))?;
-        let mut plain: Tokenizer =
-            text.parse().map_err(|error: tokenizers::Error| fail(&path, format!("no tokenizer: {error}"), REMEDY))?;
+        let mut plain = guarded(|| text.parse::<Tokenizer>())
+            .map_err(|panic| format!("damaged: {panic}"))
+            .and_then(|parsed| parsed.map_err(|error| format!("no tokenizer: {error}")))
+            .map_err(|problem| fail(&path, problem, REMEDY))?;
         // The file may carry what it was last used with; a text is neither cut nor padded.
         plain.with_truncation(None).map_err(|error| fail(&path, error.to_string(), REMEDY))?;
         plain.with_padding(None);
@@ -121,8 +124,8 @@ impl Tokens {
             Self::Bytes => Ok(text.bytes().map(u32::from).collect()),
             // Without offsets, which nobody needs here: they cost more than the ids.
             Self::Tokenizer(tokenizer) => {
-                let encoding = tokenizer.plain.encode_fast(text, true);
-                Ok(encoding.map_err(|error| tokenizer.refused(error))?.get_ids().to_vec())
+                let encoding = tokenizer.checked(|| tokenizer.plain.encode_fast(text, true))?;
+                Ok(encoding.get_ids().to_vec())
             }
         }
     }
@@ -200,7 +203,7 @@ impl FolderTokenizer {
 
     /// A text that has its special tokens already.
     pub(crate) fn pieces(&self, text: &str) -> Result<Vec<Piece>> {
-        let encoding = self.bare.encode(text, false).map_err(|error| self.refused(error))?;
+        let encoding = self.checked(|| self.bare.encode(text, false))?;
         let added = self.bare.get_added_tokens_decoder();
         let pieces = encoding.get_ids().iter().zip(encoding.get_offsets());
         Ok(pieces
@@ -213,12 +216,16 @@ impl FolderTokenizer {
             .collect())
     }
 
-    fn refused(&self, error: tokenizers::Error) -> Error {
-        Error::Tokenizer {
-            path: self.folder.join(TOKENIZER),
-            problem: format!("the text has no tokens: {error}"),
-            remedy: "use a tokenizer with an unknown token, or --tokens bytes for byte tokens",
-        }
+    /// The tokenizer believes its file: a token that is named and not there is a panic in it.
+    fn checked(&self, encode: impl FnOnce() -> tokenizers::Result<Encoding>) -> Result<Encoding> {
+        let fail = |problem, remedy| Error::Tokenizer { path: self.folder.join(TOKENIZER), problem, remedy };
+        let encoding = guarded(encode).map_err(|panic| fail(format!("damaged, it fails on text: {panic}"), REMEDY))?;
+        encoding.map_err(|error| {
+            fail(
+                format!("the text has no tokens: {error}"),
+                "use a tokenizer with an unknown token, or --tokens bytes for byte tokens",
+            )
+        })
     }
 }
 
@@ -332,6 +339,21 @@ mod tests {
         }
         let error = Tokens::from_folder(folder.path()).unwrap_err().to_string();
         assert!(error.contains(expected) && error.contains("--tokens bytes"), "{error}");
+    }
+
+    /// The library panics on both, one at the first text, one at the file.
+    #[rstest]
+    #[case("/post_processor/special_tokens", json!({}))]
+    #[case("/normalizer", json!({ "type": "Precompiled", "precompiled_charsmap": "AAAA" }))]
+    #[case("/normalizer", json!({ "type": "Precompiled", "precompiled_charsmap": "/////wAAAAAA" }))]
+    fn a_damaged_tokenizer_is_an_error_and_no_panic(#[case] place: &str, #[case] value: Value) {
+        let mut tokenizer = words();
+        *tokenizer.pointer_mut(place).unwrap() = value;
+        let folder = folder(&[("tokenizer.json", tokenizer)]);
+        let error = Tokens::from_folder(folder.path()).and_then(|tokens| tokens.encode("a b")).unwrap_err();
+        assert!(matches!(error, Error::Tokenizer { .. }), "{error:?}");
+        let text = error.to_string();
+        assert!(text.contains("tokenizer.json: ") && text.ends_with(REMEDY) && !text.contains('\n'), "{text}");
     }
 
     #[test]

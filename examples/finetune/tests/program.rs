@@ -4,7 +4,7 @@ mod common;
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use burn::tensor::Device;
 use llama::{Llama, LlamaConfig, ParallelConfig, load};
@@ -161,17 +161,67 @@ fn a_norm_that_is_not_a_number_keeps_the_weights_before() {
     assert!((eval(folder.path(), "out/model") - begin).abs() < 1e-5);
 }
 
-#[test]
-fn weights_that_fail_at_the_first_step_stay_as_they_are() {
-    let folder = tempfile::tempdir().unwrap();
-    let model = folder.path().join("model");
+/// Weights that are all numbers, and whose products are none.
+fn too_large(folder: &Path) {
     let config = LlamaConfig::new(256, 8, 12, 2, 2, 1);
     let mut weights = Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap();
-    // Each a number, their products none.
     weights.norm.inner.gamma = weights.norm.inner.gamma.map(|gamma| gamma * 1e38);
     let head = weights.lm_head.as_mut().unwrap();
     head.weight = head.weight.clone().map(|weight| weight * 1e10);
-    weights.save(&model).unwrap();
+    weights.save(folder).unwrap();
+}
+
+#[test]
+fn an_evaluation_that_gives_no_number_has_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    too_large(&folder.path().join("model"));
+    let output =
+        finetune(folder.path(), "--model model --tokens bytes --seq-len 64 --sequences 1 --ranks 2 --eval --out out");
+    let stderr = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.starts_with("error: --eval: the loss is ") && stderr.contains("check the model"), "{stderr}");
+    assert_eq!(listing(&folder.path().join("out")), ["config.toml", "plan.txt"]);
+}
+
+/// `finetune | head -1`.
+#[test]
+fn who_stops_listening_does_not_stop_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = Command::new(env!("CARGO_BIN_EXE_finetune"))
+        .current_dir(folder.path())
+        .args(format!("{SMALL} --out out").split_whitespace())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(run.stdout.take());
+    let output = run.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(listing(&folder.path().join("out")), ["config.toml", "loss.svg", "metrics.csv", "model", "plan.txt"]);
+    assert_eq!(losses(&folder.path().join("out/metrics.csv")).len(), 2);
+}
+
+/// Standard output on a full disk.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_log_that_cannot_be_written_is_told_after_the_weights_are_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_finetune"))
+        .current_dir(folder.path())
+        .args(format!("{SMALL} --out out").split_whitespace())
+        .stdout(fs::File::options().write(true).open("/dev/full").unwrap())
+        .output()
+        .unwrap();
+    let stderr = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.starts_with("error: standard output: No space left on device"), "{stderr}");
+    assert!(folder.path().join("out/model/model.safetensors").exists());
+}
+
+#[test]
+fn weights_that_fail_at_the_first_step_stay_as_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    too_large(&folder.path().join("model"));
     let output = finetune(folder.path(), "--model model --tokens bytes --seq-len 64 --ranks 2 --steps 2 --out out");
     let stderr = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{stderr}");

@@ -19,6 +19,8 @@ static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
     let write = |name: &str, text: &[u8]| fs::write(path(name), text).unwrap();
     write("full/file", b"");
     write("empty.txt", b"");
+    write("empty.jsonl", b"\n");
+    write("latin.jsonl", b"{\"text\": \"fine\"}\n{\"text\": \"gr\xfcn\"}\n");
     write("short.txt", b"short");
     write("latin.txt", b"gr\xfcn und so weiter");
     write("binary", b"\x7fELF\0\0\0\0");
@@ -46,6 +48,7 @@ static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
         ("near", "seq_len = 64\n"),
         ("value", "lr = -1.0\n"),
         ("kind", "steps = [3]\n"),
+        ("nodata", "steps = 3\ndata = []\n"),
         ("both", "steps = 3\nepochs = 2\n"),
     ] {
         write(&format!("{name}.toml"), text.as_bytes());
@@ -62,8 +65,28 @@ static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
     };
     fs::remove_file(copy("notokenizer").join("tokenizer.json")).unwrap();
     fs::write(copy("badtokenizer").join("tokenizer.json"), "{\"model\": 3}").unwrap();
+    let damaged = |name: &str, field: &str, value: &str| {
+        let file = copy(name).join("tokenizer.json");
+        let text = fs::read_to_string(&file).unwrap();
+        let from = format!("\"{field}\":null");
+        assert!(text.contains(&from), "{text}");
+        fs::write(file, text.replace(&from, &format!("\"{field}\":{value}"))).unwrap();
+    };
+    damaged(
+        "nospecial",
+        "post_processor",
+        "{\"type\": \"TemplateProcessing\", \"single\": [{\"SpecialToken\": {\"id\": \"<s>\", \"type_id\": 0}}, \
+         {\"Sequence\": {\"id\": \"A\", \"type_id\": 0}}], \"pair\": [{\"Sequence\": {\"id\": \"A\", \"type_id\": 0}}, \
+         {\"Sequence\": {\"id\": \"B\", \"type_id\": 0}}], \"special_tokens\": {}}",
+    );
+    damaged("charsmap", "normalizer", "{\"type\": \"Precompiled\", \"precompiled_charsmap\": \"AAAA\"}");
     common::tokenizer(&copy("notemplate"), None);
     common::tokenizer(&copy("badtemplate"), Some("{% if %}"));
+    common::tokenizer(&copy("failing"), Some("{{ messages[9].content.strip() }}"));
+    common::tokenizer(
+        &copy("endless"),
+        Some("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
+    );
     common::tokenizer(&copy("refusing"), Some("{{ raise_exception('no talk') }}"));
     common::tokenizer(
         &copy("rewriting"),
@@ -81,6 +104,7 @@ static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
     edited("type", "\"model_type\": \"llama\"", "\"model_type\": \"lama\"");
     edited("wide", "\"intermediate_size\": 12", "\"intermediate_size\": 14");
     edited("deep", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3");
+    edited("deepest", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 9999");
     edited("shallow", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1");
     edited("nojson", "{", "");
     let cut = copy("truncated").join("model.safetensors");
@@ -176,6 +200,8 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--data short.txt --eval --seq-len 6", "5 tokens of text are less than a sequence of 6", "--seq-len 5")]
 #[case("--data empty.txt --eval", "0 tokens of text", "give more with --data")]
 #[case("--data latin.txt", "latin.txt: not UTF-8 from byte 2", "give text in UTF-8")]
+#[case("--data latin.jsonl", "latin.jsonl: not UTF-8 from byte 29, in line 2", "give text in UTF-8")]
+#[case("--data empty.jsonl", "0 tokens of text are less than a sequence of 64 (empty.jsonl)", "give more with --data")]
 #[case("--data binary", "binary: a zero byte at 4", "give text in UTF-8")]
 #[case("--data torn.jsonl", "torn.jsonl:3: not JSON, at column", "give one JSON object a line")]
 #[case("--data array.jsonl", "array.jsonl:1: JSON, but no object", "give {\"text\"")]
@@ -189,6 +215,12 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--model notemplate --data chat.jsonl", "notemplate: conversations need a chat template", "chat_template.jinja")]
 #[case("--model badtemplate --data chat.jsonl", "badtemplate/tokenizer_config.json: line 1", "put another template")]
 #[case("--model refusing --data chat.jsonl", "chat.jsonl:1: the chat template refuses: line 1: no talk", "correct the")]
+#[case(
+    "--model failing --data chat.jsonl",
+    "chat.jsonl:1: the chat template fails: line 1: ",
+    "as chat_template.jinja"
+)]
+#[case("--model endless --data chat.jsonl", "the chat template fails: line 1: no end after", "as chat_template.jinja")]
 #[case(
     "--model rewriting --data chat.jsonl",
     "chat.jsonl:1: message 2: the chat template does not write",
@@ -204,6 +236,8 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--model type", "model_type \"lama\"", "llama")]
 #[case("--model notokenizer", "notokenizer/tokenizer.json: no such file", "use --tokens bytes")]
 #[case("--model badtokenizer", "badtokenizer/tokenizer.json: no tokenizer", "--tokens bytes")]
+#[case("--model nospecial --data abc.txt", "nospecial/tokenizer.json: damaged", "--tokens bytes")]
+#[case("--model charsmap --data abc.txt", "charsmap/tokenizer.json: ", "--tokens bytes")]
 #[case("--model small --tokens bytes", "a vocabulary of 9 has no room for bytes", "at least 256 token ids")]
 #[case("--model small --data abc.txt", "in a vocabulary of 9", "the tokenizer.json that belongs to the model")]
 #[case("--model truncated --data abc.txt", "truncated/model.safetensors: ", "download or save it again")]
@@ -212,6 +246,7 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--model noweights --data abc.txt", "model.safetensors: ", "give a folder")]
 #[case("--model wide --data abc.txt", "where config.json says", "use the config.json that was saved")]
 #[case("--model deep --data abc.txt", "missing: model.layers.2", "use the config.json that was saved")]
+#[case("--model deepest --data abc.txt", "missing: model.layers.10.", "use the config.json that was saved")]
 #[case("--model shallow --data abc.txt", "unused: model.layers.1", "use the config.json that was saved")]
 // Output folders.
 #[case("--out full", "--out full: the folder is not empty", "give a new or empty folder")]
@@ -227,6 +262,7 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--config near.toml", "--config near.toml:1: unknown key \"seq_len\"", "did you mean seq-len")]
 #[case("--config value.toml", "--config value.toml: invalid value '-1.0' for '--lr", "give a number above 0")]
 #[case("--config kind.toml", "--config kind.toml:1: steps is of type array", "give a number")]
+#[case("--config nodata.toml", "--config nodata.toml:2: data is an empty list", "or leave data out")]
 #[case("--config both.toml", "--steps and --epochs together", "leave one of them out")]
 fn a_request_that_cannot_be_served_ends_with_2_and_writes_nothing(
     #[case] args: &str,

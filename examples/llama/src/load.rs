@@ -13,7 +13,7 @@ use burn_store::{
 use crate::config::{LlamaConfig, nearest};
 use crate::error::{LlamaError, Result};
 use crate::model::Llama;
-use crate::names::{hf_name, is_transposed, to_module};
+use crate::names::{hf_name, is_transposed, parameters, to_module};
 use crate::parallel::{ParallelConfig, parallelize};
 use crate::shards;
 
@@ -144,6 +144,11 @@ pub fn load_as(folder: &Path, parallel: &ParallelConfig, device: &Device, dtype:
     }
     let config = LlamaConfig::read(&folder.join(CONFIG))?;
     let files = shards::find(folder)?;
+    // By name first: that needs no weights, and a name of ours in the file would meet a parameter without being its own.
+    let report = compare(&config, parameters(&config, device)?, files.tensors);
+    if !report.is_complete() {
+        return Err(LlamaError::Mismatch { path: files.named, report: Box::new(report) });
+    }
     // Parallelized first: a configuration that does not fit is known before gigabytes are read.
     let mut model = parallelize(Llama::lazy(&config, device)?, parallel)?;
     let mut found = Found::default();
@@ -189,17 +194,29 @@ impl Found {
     }
 
     fn report(self, config: &LlamaConfig) -> LoadReport {
-        let (ignored, unused): (Vec<_>, Vec<_>) =
-            names(self.unused.iter()).into_iter().partition(|name| is_redundant(name, config));
-        let missing = names(self.missing.unwrap_or_default().iter())
-            .into_iter()
-            .map(|name| {
-                let similar = nearest(&name, unused.iter().map(String::as_str)).map(str::to_owned);
-                Missing { did_you_mean: similar, name }
-            })
-            .collect();
-        LoadReport { applied: names(self.applied.iter()), missing, unused, ignored, errors: self.errors }
+        let missing = names(self.missing.unwrap_or_default().iter());
+        let report = unmatched(config, missing, names(self.unused.iter()));
+        LoadReport { applied: names(self.applied.iter()), errors: self.errors, ..report }
     }
+}
+
+/// What is missing and unused by name alone.
+fn compare(config: &LlamaConfig, expected: BTreeSet<String>, found: BTreeSet<String>) -> LoadReport {
+    let missing = expected.difference(&found).cloned().collect();
+    unmatched(config, missing, found.difference(&expected).cloned().collect())
+}
+
+fn unmatched(config: &LlamaConfig, missing: Vec<String>, unused: Vec<String>) -> LoadReport {
+    // Nobody reads more suggestions, and each compares all names.
+    const SUGGESTIONS: usize = 64;
+    let (ignored, unused): (Vec<_>, Vec<_>) = unused.into_iter().partition(|name| is_redundant(name, config));
+    let similar = |name: &str| nearest(name, unused.iter().map(String::as_str)).map(str::to_owned);
+    let missing = missing
+        .into_iter()
+        .enumerate()
+        .map(|(index, name)| Missing { did_you_mean: (index < SUGGESTIONS).then(|| similar(&name)).flatten(), name })
+        .collect();
+    LoadReport { missing, unused, ignored, ..LoadReport::default() }
 }
 
 /// Hugging Face's names, in their own order.

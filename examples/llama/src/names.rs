@@ -9,13 +9,15 @@
 //! A wrapper (checkpointing, tiling) is a level named `inner`. Transposing and norms' `gamma` are done by burn-store's PyTorch
 //! adapters where data is moved.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use burn_store::KeyRemapper;
 
+use crate::config::LlamaConfig;
+use crate::error::Result;
 use crate::model::Llama;
 
 /// Hugging Face -> module, in this order.
@@ -61,6 +63,44 @@ fn rename(name: &str, remapper: &KeyRemapper) -> String {
 /// Whether Hugging Face has this weight transposed.
 pub(crate) fn is_transposed(hf_name: &str) -> bool {
     hf_name.ends_with("_proj.weight") || hf_name == "lm_head.weight"
+}
+
+/// Every parameter of a model of this shape, under its Hugging Face name.
+///
+/// Thousands of layers are named without being built: they are all alike.
+pub(crate) fn parameters(config: &LlamaConfig, device: &Device) -> Result<BTreeSet<String>> {
+    let mut first = LlamaConfig { num_hidden_layers: 1, ..config.clone() };
+    first.window_layers.truncate(1);
+    let mut all = All { remapper: to_hf(), path: Vec::new(), names: BTreeSet::new() };
+    Llama::lazy(&first, device)?.visit(&mut all);
+    let mut names = all.names;
+    let of_a_layer: Vec<String> =
+        names.iter().filter_map(|name| name.strip_prefix("model.layers.0.")).map(str::to_owned).collect();
+    for layer in 1..config.num_hidden_layers {
+        names.extend(of_a_layer.iter().map(|name| format!("model.layers.{layer}.{name}")));
+    }
+    Ok(names)
+}
+
+/// Collects names.
+struct All {
+    remapper: KeyRemapper,
+    path: Vec<String>,
+    names: BTreeSet<String>,
+}
+
+impl ModuleVisitor for All {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
+        self.names.insert(rename(&self.path.join("."), &self.remapper));
+    }
 }
 
 /// Collects gradients under their Hugging Face names.
@@ -120,6 +160,18 @@ mod tests {
         for name in names {
             assert_eq!(rename(&rename(name, &to_module()), &to_hf()), name);
         }
+    }
+
+    #[test]
+    fn parameters_are_those_of_the_whole_model() {
+        let mut config = LlamaConfig::new(16, 8, 12, 3, 2, 1);
+        config.attention_bias = true;
+        let device = Device::flex();
+        let mut all = All { remapper: to_hf(), path: Vec::new(), names: BTreeSet::new() };
+        Llama::lazy(&config, &device).unwrap().visit(&mut all);
+        assert_eq!(parameters(&config, &device).unwrap(), all.names);
+        // Nine weights and four biases a layer, two tables and a norm.
+        assert_eq!(all.names.len(), 3 * 13 + 3);
     }
 
     #[test]

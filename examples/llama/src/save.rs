@@ -1,7 +1,7 @@
 //! Back to a Hugging Face folder.
 
-use std::fs;
 use std::path::Path;
+use std::{fs, io};
 
 use burn::module::Module;
 use burn::tensor::DType;
@@ -24,7 +24,7 @@ impl Llama {
     ///
     /// # Errors
     ///
-    /// [`LlamaError::File`] or [`LlamaError::Weights`] if the folder cannot be written.
+    /// [`LlamaError::File`] if the folder cannot be written, or the disk is full.
     pub fn save(&self, folder: &Path) -> Result<()> {
         fs::create_dir_all(folder).map_err(|error| LlamaError::file(folder, error, REMEDY))?;
         let weights = folder.join(WEIGHTS);
@@ -37,7 +37,7 @@ impl Llama {
         // Without autodiff, so that reading weights records nothing.
         self.valid()
             .save_into(&mut store)
-            .map_err(|error| LlamaError::Weights { path: weights, problem: format!("not saved: {error}") })?;
+            .map_err(|error| LlamaError::file(&weights, io::Error::other(error.to_string()), REMEDY))?;
 
         let mut json = self.settings.config.to_json();
         if let Value::Object(fields) = &mut json {

@@ -20,6 +20,8 @@ pub(crate) struct Files {
     pub named: PathBuf,
     /// Every file.
     pub paths: Vec<PathBuf>,
+    /// The tensors of all of them.
+    pub tensors: BTreeSet<String>,
 }
 
 /// As transformers chooses: the one file if there is one, else the index.
@@ -27,8 +29,8 @@ pub(crate) fn find(folder: &Path) -> Result<Files> {
     let (single, index) = (folder.join(WEIGHTS), folder.join(INDEX));
     // What is there and is no file is refused when it is read, not passed over.
     if single.exists() {
-        SafetensorsHeader::read(&single)?;
-        return Ok(Files { named: single.clone(), paths: vec![single] });
+        let tensors = SafetensorsHeader::read(&single)?.tensors;
+        return Ok(Files { named: single.clone(), paths: vec![single], tensors });
     }
     if index.exists() {
         return shards(folder, index);
@@ -90,7 +92,7 @@ fn shards(folder: &Path, index: PathBuf) -> Result<Files> {
         }
         paths.push(path);
     }
-    Ok(Files { named: index, paths })
+    Ok(Files { named: index, paths, tensors: weight_map.into_keys().collect() })
 }
 
 /// Whether this is the name of a file in the same folder: no path, and nothing that leads out.

@@ -82,6 +82,30 @@ fn a_tensor_too_many_is_an_error(#[case] name: &str) {
     assert!(text.contains(name), "{text}");
 }
 
+/// The module's own name of a norm's weight is not Hugging Face's.
+#[test]
+fn a_tensor_under_the_modules_name_is_not_taken_for_the_parameter() {
+    let copy = edited("llama", |tensors| {
+        let moved = tensors.remove("model.norm.weight").unwrap();
+        tensors.insert("model.norm.gamma".into(), moved);
+    });
+    let (report, text) = mismatch(copy.path());
+    assert_eq!(report.unused, ["model.norm.gamma"]);
+    assert_eq!(report.missing.len(), 1);
+    assert!(text.contains("model.norm.weight (did you mean model.norm.gamma, which the file has?)"), "{text}");
+}
+
+/// By name, before thousands of layers are built or a weight is read: shapes would be wrong.
+#[test]
+fn a_model_of_far_more_layers_is_refused_by_name() {
+    let copy = edited("llama", |tensors| tensors.values_mut().for_each(|(_, shape, _)| shape.reverse()));
+    fs::write(copy.path().join("config.json"), config(json!({"num_hidden_layers": 9999}))).unwrap();
+    let (report, text) = mismatch(copy.path());
+    assert_eq!(report.missing.len(), 9997 * 9);
+    assert!(report.unused.is_empty() && report.errors.is_empty(), "no weight was looked at");
+    assert!(text.contains("missing: model.layers.10.") && text.contains("more"), "{text}");
+}
+
 #[test]
 fn a_wrong_shape_is_an_error_with_both_shapes_as_the_file_has_them() {
     let copy = edited("llama", |tensors| {

@@ -59,6 +59,16 @@ fn saving_replaces_what_was_there_and_leaves_nothing_else() {
 }
 
 #[test]
+fn weights_that_cannot_be_written_are_an_error_of_the_place() {
+    let copy = tempfile::tempdir().unwrap();
+    // Where the file would be is a folder with something in it.
+    fs::create_dir_all(copy.path().join("model.safetensors/below")).unwrap();
+    let (model, _) = load(&folder("llama"), &ParallelConfig::none(), &Device::flex()).unwrap();
+    let error = model.save(copy.path()).unwrap_err().to_string();
+    assert!(error.contains("model.safetensors: ") && error.ends_with("has room for the weights"), "{error}");
+}
+
+#[test]
 fn a_folder_that_cannot_be_made_is_an_error() {
     let copy = tempfile::tempdir().unwrap();
     let file = copy.path().join("file");
