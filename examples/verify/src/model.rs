@@ -76,7 +76,7 @@ pub fn run(folder: &Path, plan: &Plan) -> Result<Vec<Measure>, Trouble> {
     // Where attention has one key for each query, gradients of q and k are exactly 0 in the reference and the rounding of terms that cancel
     // here: such tensors, and no others, are measured against the largest gradient.
     let largest = |data: &TensorData| data.iter::<f64>().fold(0.0, |max: f64, value| max.max(value.abs()));
-    let all = wanted.values().map(|data| largest(data)).fold(0.0, f64::max);
+    let all = wanted.values().map(largest).fold(0.0, f64::max);
     for (name, got) in &found.gradients {
         let floor = if largest(&wanted[name]) == 0.0 { all } else { 0.0 };
         measures.push(Measure::above(floor, "model.gradient", format!("grad.{name}"), got, &wanted[name], TENSOR));
