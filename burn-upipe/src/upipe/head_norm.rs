@@ -16,7 +16,7 @@ use burn_context_parallel::vjp::{Inputs, custom_vjp};
 /// Computed in f32 (f64 beside f64); in half types rounded before gamma, as transformers does.
 #[derive(Clone, Debug)]
 pub struct HeadNorm {
-    /// [D].
+    /// `[D]`.
     pub gamma: Tensor<1>,
     /// Added to the mean square.
     pub epsilon: f64,

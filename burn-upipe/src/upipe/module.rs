@@ -85,9 +85,9 @@ pub struct UPipeAttention {
     pub v_proj: Linear,
     /// [H * D, E].
     pub o_proj: Linear,
-    /// On each query head, [D].
+    /// On each query head, `[D]`.
     pub q_norm: Option<RmsNorm>,
-    /// On each key head, [D].
+    /// On each key head, `[D]`.
     pub k_norm: Option<RmsNorm>,
     #[module(skip)]
     settings: Settings,

@@ -37,7 +37,7 @@ impl FlashMhaInput {
         self
     }
 
-    /// Hides pairs: [B, Sq, Sk], true is hidden. Taken by [`FlashMultiHeadAttention::forward_dense`] only.
+    /// Hides pairs: [B, Sq, Sk], true is hidden. Taken by [`forward_dense`](super::FlashMultiHeadAttention::forward_dense) only.
     pub fn mask_attn(mut self, mask: Tensor<3, Bool>) -> Self {
         self.mask_attn = Some(mask);
         self
