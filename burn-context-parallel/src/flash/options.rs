@@ -32,6 +32,7 @@ use crate::{Error, Result};
 /// let films = Documents::from_lengths(&[100, 50])?;
 /// let options = FlashOptions::full().with_window(4).with_lookahead(3).with_documents(films);
 /// assert!(options.sees(0, 98, 99) && !options.sees(0, 98, 100) && !options.sees(0, 50, 46));
+/// # Ok::<(), burn_context_parallel::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
