@@ -162,7 +162,8 @@ fn a_report_is_of_all_shards_together() {
     assert_eq!(report.missing.len(), 1);
     assert_eq!((&report.missing[0].name, report.missing[0].did_you_mean.as_ref()), (&name, Some(&misspelt)));
     assert_eq!(report.unused, [misspelt]);
-    assert_eq!((report.applied.len(), report.errors.len()), (20, 0));
+    // Names are compared before anything is read.
+    assert_eq!((report.applied.len(), report.errors.len()), (0, 0));
 }
 
 /// Files of f32, bf16 and f16, loaded as f32 and as bf16: exact, or rounded once.
