@@ -65,25 +65,31 @@ impl<'a> Mask<'a> {
 
     /// The keys among which all are that some query of `queries` sees, as far as counted positions tell.
     pub(crate) fn keys(&self, queries: &Range<usize>) -> Range<usize> {
-        if self.positions.is_some() || queries.is_empty() {
-            return 0..self.lens[KEYS];
-        }
-        let clamp = |x: i128| x.clamp(0, self.lens[KEYS] as i128) as usize;
-        let start = self.options.behind().map_or(0, |behind| clamp(queries.start as i128 - self.shift - behind));
-        let last = queries.end as i128 - 1;
-        let end = self.options.ahead().map_or(self.lens[KEYS], |ahead| clamp(last - self.shift + ahead + 1));
-        start.min(end)..end
+        self.beyond(QUERIES, queries)
     }
 
     /// The queries among which all are that see some key of `keys`, as far as counted positions tell.
     pub(crate) fn queries(&self, keys: &Range<usize>) -> Range<usize> {
-        if self.positions.is_some() || keys.is_empty() {
-            return 0..self.lens[QUERIES];
+        self.beyond(KEYS, keys)
+    }
+
+    /// How far back and forth from its own position a token of this side has to do with tokens of the other.
+    fn reach(&self, side: usize) -> [Option<i128>; 2] {
+        let [behind, ahead] = [self.options.behind(), self.options.ahead()];
+        if side == QUERIES { [behind, ahead] } else { [ahead, behind] }
+    }
+
+    /// What tokens `own` of one side have to do with on the other.
+    fn beyond(&self, side: usize, own: &Range<usize>) -> Range<usize> {
+        let len = self.lens[1 - side];
+        if self.positions.is_some() || own.is_empty() {
+            return 0..len;
         }
-        let clamp = |x: i128| x.clamp(0, self.lens[QUERIES] as i128) as usize;
-        let start = self.options.ahead().map_or(0, |ahead| clamp(keys.start as i128 + self.shift - ahead));
-        let last = keys.end as i128 - 1;
-        let end = self.options.behind().map_or(self.lens[QUERIES], |behind| clamp(last + self.shift + behind + 1));
+        let shift = if side == QUERIES { -self.shift } else { self.shift };
+        let clamp = |x: i128| x.clamp(0, len as i128) as usize;
+        let [back, forth] = self.reach(side);
+        let start = back.map_or(0, |back| clamp(own.start as i128 + shift - back));
+        let end = forth.map_or(len, |forth| clamp(own.end as i128 + shift + forth));
         start.min(end)..end
     }
 
@@ -140,38 +146,31 @@ impl<'a> Mask<'a> {
         row: &mut [R],
         hidden: R,
     ) {
-        let seen = self.queries(&(j..j + 1));
-        fill_outside(row, queries, &seen, hidden);
-        let (first, row) = (queries.start, &mut row[..queries.len()]);
-        if let Some((q, k)) = &self.options.documents {
-            hide_others(row, &q.row(sequence)[first..], k.row(sequence)[j], hidden);
-        }
-        if let Some((q, k)) = &self.options.positions {
-            let at = i128::from(k.row(sequence)[j]);
-            let range = (
-                self.options.ahead().map_or(i64::MIN, |ahead| saturate(at - ahead)),
-                self.options.behind().map_or(i64::MAX, |behind| saturate(at + behind)),
-            );
-            hide_beyond(row, &q.row(sequence)[first..], range, hidden);
-        }
+        self.hide(KEYS, sequence, j, queries, row, hidden);
     }
 
     /// Overwrites with `hidden` what query `i` does not see in its `row` of scores with `keys`.
     #[inline(always)]
     pub(crate) fn hide_keys<R: Copy>(&self, sequence: usize, i: usize, keys: &Range<usize>, row: &mut [R], hidden: R) {
-        let seen = self.keys(&(i..i + 1));
-        fill_outside(row, keys, &seen, hidden);
-        let (first, row) = (keys.start, &mut row[..keys.len()]);
+        self.hide(QUERIES, sequence, i, keys, row, hidden);
+    }
+
+    /// Hides in the `row` of one side's token what it has nothing to do with among `others` of the other.
+    #[inline(always)]
+    fn hide<R: Copy>(&self, side: usize, sequence: usize, own: usize, others: &Range<usize>, row: &mut [R], hidden: R) {
+        fill_outside(row, others, &self.beyond(side, &(own..own + 1)), hidden);
+        let (first, row) = (others.start, &mut row[..others.len()]);
+        let sides = |(q, k): (&'a [i64], &'a [i64])| if side == QUERIES { (q, k) } else { (k, q) };
         if let Some((q, k)) = &self.options.documents {
-            hide_others(row, &k.row(sequence)[first..], q.row(sequence)[i], hidden);
+            let (mine, theirs) = sides((q.row(sequence), k.row(sequence)));
+            hide_others(row, &theirs[first..], mine[own], hidden);
         }
         if let Some((q, k)) = &self.options.positions {
-            let at = i128::from(q.row(sequence)[i]);
-            let range = (
-                self.options.behind().map_or(i64::MIN, |behind| saturate(at - behind)),
-                self.options.ahead().map_or(i64::MAX, |ahead| saturate(at + ahead)),
-            );
-            hide_beyond(row, &k.row(sequence)[first..], range, hidden);
+            let (mine, theirs) = sides((q.row(sequence), k.row(sequence)));
+            let (at, [back, forth]) = (i128::from(mine[own]), self.reach(side));
+            let low = back.map_or(i64::MIN, |back| saturate(at - back));
+            let high = forth.map_or(i64::MAX, |forth| saturate(at + forth));
+            hide_beyond(row, &theirs[first..], (low, high), hidden);
         }
     }
 }
