@@ -142,13 +142,23 @@ impl SequenceContext {
     ///
     /// [`Error::Invalid`] if the options bring documents of their own: which of the two hold would be a guess.
     pub fn bound(&self, options: &FlashOptions) -> Result<FlashOptions> {
-        match (&options.documents, self.documents()) {
-            (_, None) => Ok(options.clone()),
-            (None, Some(documents)) => Ok(options.clone().with_documents(documents.clone())),
+        let documents = self.documents_or("SequenceContext::bound", options.documents.clone())?;
+        Ok(FlashOptions { documents, ..options.clone() })
+    }
+
+    /// The sequence's documents, of queries and keys, or those that were given with the call where it has none.
+    pub(crate) fn documents_or(
+        &self,
+        operation: &'static str,
+        given: Option<(Documents, Documents)>,
+    ) -> Result<Option<(Documents, Documents)>> {
+        match (given, self.documents()) {
+            (given, None) => Ok(given),
+            (None, Some(documents)) => Ok(Some((documents.clone(), documents.clone()))),
             (Some(_), Some(_)) => Err(Error::invalid(
-                "SequenceContext::bound",
-                "options with documents in a sequence with documents",
-                "give documents with the batch (Batch::with_documents), not with the options",
+                operation,
+                "documents with the call in a sequence that has documents",
+                "give documents with the batch (Batch::with_documents), not with the call",
             )),
         }
     }

@@ -201,17 +201,7 @@ impl FlashMultiHeadAttention {
                 "for keys of another sequence call forward_cross_in, which takes how both lie on the ranks",
             ));
         }
-        match (&input.documents, context.documents()) {
-            (Some(_), Some(_)) => {
-                return Err(Error::invalid(
-                    NAME,
-                    "documents in a sequence that has documents",
-                    "give documents with the batch (Batch::with_documents), not with the input",
-                ));
-            }
-            (None, Some(documents)) => input.documents = Some((documents.clone(), documents.clone())),
-            (_, None) => {}
-        }
+        input.documents = context.documents_or(NAME, input.documents)?;
         self.forward_cross_in(input, context.group(), context.layout(), context.layout())
     }
 
@@ -294,16 +284,7 @@ impl FlashMultiHeadAttention {
         if let Some(context) = current() {
             context.expect(DENSE, batch, q_len)?;
             context.expect(DENSE, batch, k_len)?;
-            if let Some(documents) = context.documents().cloned() {
-                if input.documents.is_some() {
-                    return Err(Error::invalid(
-                        DENSE,
-                        "documents beside those of the scope's batch",
-                        "give documents with the batch (Batch::with_documents), not with the input",
-                    ));
-                }
-                input = input.documents(documents.clone(), documents);
-            }
+            input.documents = context.documents_or(DENSE, input.documents)?;
         }
         let padded = input.mask_pad.map(|mask| rows(mask.inner().int(), batch));
         let options = self.options_for(input.documents, padded, batch, q_len, k_len)?;
