@@ -1,10 +1,10 @@
 //! Whether weights are numbers.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::Param;
 use burn::tensor::Tensor;
 
 use crate::model::Llama;
-use crate::names::hf_name;
+use crate::names::{Look, show};
 
 /// The first weight, under Hugging Face's name, that holds a NaN or an infinity; `None` if all are numbers.
 ///
@@ -23,28 +23,17 @@ use crate::names::hf_name;
 ///
 /// The largest tensor once more, for a moment.
 pub fn not_finite(model: &Llama) -> Option<String> {
-    let mut search = Search { path: Vec::new(), found: None };
-    model.visit(&mut search);
-    search.found
+    let mut search = Search(None);
+    show(model, &mut search);
+    search.0
 }
 
-struct Search {
-    path: Vec<String>,
-    found: Option<String>,
-}
+struct Search(Option<String>);
 
-impl ModuleVisitor for Search {
-    fn enter_module(&mut self, name: &str, _: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _: &str, _: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.found.is_none() && !param.val().is_finite().all().into_scalar::<bool>() {
-            self.found = Some(hf_name(&self.path.join(".")));
+impl Look for Search {
+    fn look<const D: usize>(&mut self, name: String, param: &Param<Tensor<D>>) {
+        if self.0.is_none() && !param.val().is_finite().all().into_scalar::<bool>() {
+            self.0 = Some(name);
         }
     }
 }

@@ -65,54 +65,23 @@ pub(crate) fn is_transposed(hf_name: &str) -> bool {
     hf_name.ends_with("_proj.weight") || hf_name == "lm_head.weight"
 }
 
-/// Every parameter of a model of this shape, under its Hugging Face name.
-///
-/// Thousands of layers are named without being built: they are all alike.
-pub(crate) fn parameters(config: &LlamaConfig, device: &Device) -> Result<BTreeSet<String>> {
-    let mut first = LlamaConfig { num_hidden_layers: 1, ..config.clone() };
-    first.window_layers.truncate(1);
-    let mut all = All { remapper: to_hf(), path: Vec::new(), names: BTreeSet::new() };
-    Llama::lazy(&first, device)?.visit(&mut all);
-    let mut names = all.names;
-    let of_a_layer: Vec<String> =
-        names.iter().filter_map(|name| name.strip_prefix("model.layers.0.")).map(str::to_owned).collect();
-    for layer in 1..config.num_hidden_layers {
-        names.extend(of_a_layer.iter().map(|name| format!("model.layers.{layer}.{name}")));
-    }
-    Ok(names)
+/// Who looks at parameters under their Hugging Face names.
+pub(crate) trait Look {
+    fn look<const D: usize>(&mut self, name: String, param: &Param<Tensor<D>>);
 }
 
-/// Collects names.
-struct All {
+/// Shows every float parameter of the model; one that is used twice comes twice.
+pub(crate) fn show(model: &Llama, to: &mut impl Look) {
+    model.visit(&mut Walk { remapper: to_hf(), path: Vec::new(), to });
+}
+
+struct Walk<'a, L> {
     remapper: KeyRemapper,
     path: Vec<String>,
-    names: BTreeSet<String>,
+    to: &'a mut L,
 }
 
-impl ModuleVisitor for All {
-    fn enter_module(&mut self, name: &str, _: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _: &str, _: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
-        self.names.insert(rename(&self.path.join("."), &self.remapper));
-    }
-}
-
-/// Collects gradients under their Hugging Face names.
-struct Named<'a> {
-    remapper: KeyRemapper,
-    path: Vec<String>,
-    grads: &'a GradientsParams,
-    found: BTreeMap<String, TensorData>,
-    seen: Vec<ParamId>,
-}
-
-impl ModuleVisitor for Named<'_> {
+impl<L: Look> ModuleVisitor for Walk<'_, L> {
     fn enter_module(&mut self, name: &str, _: &str) {
         self.path.push(name.to_owned());
     }
@@ -122,12 +91,46 @@ impl ModuleVisitor for Named<'_> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.to.look(rename(&self.path.join("."), &self.remapper), param);
+    }
+}
+
+/// Every parameter of a model of this shape, under its Hugging Face name.
+///
+/// Thousands of layers are named without being built: they are all alike.
+pub(crate) fn parameters(config: &LlamaConfig, device: &Device) -> Result<BTreeSet<String>> {
+    let mut first = LlamaConfig { num_hidden_layers: 1, ..config.clone() };
+    first.window_layers.truncate(1);
+    let mut names = BTreeSet::new();
+    show(&Llama::lazy(&first, device)?, &mut names);
+    let of_a_layer: Vec<String> =
+        names.iter().filter_map(|name| name.strip_prefix("model.layers.0.")).map(str::to_owned).collect();
+    for layer in 1..config.num_hidden_layers {
+        names.extend(of_a_layer.iter().map(|name| format!("model.layers.{layer}.{name}")));
+    }
+    Ok(names)
+}
+
+impl Look for BTreeSet<String> {
+    fn look<const D: usize>(&mut self, name: String, _: &Param<Tensor<D>>) {
+        self.insert(name);
+    }
+}
+
+/// Collects gradients.
+struct Named<'a> {
+    grads: &'a GradientsParams,
+    found: BTreeMap<String, TensorData>,
+    seen: Vec<ParamId>,
+}
+
+impl Look for Named<'_> {
+    fn look<const D: usize>(&mut self, name: String, param: &Param<Tensor<D>>) {
         if self.seen.contains(&param.id) {
             return;
         }
         self.seen.push(param.id);
         let Some(grad) = self.grads.get::<D>(param.id) else { return };
-        let name = rename(&self.path.join("."), &self.remapper);
         let grad = if D == 2 && is_transposed(&name) { grad.transpose() } else { grad };
         self.found.insert(name, grad.into_data());
     }
@@ -137,8 +140,8 @@ impl ModuleVisitor for Named<'_> {
 ///
 /// Parameters without a gradient are absent.
 pub fn named_gradients(model: &Llama, grads: &GradientsParams) -> BTreeMap<String, TensorData> {
-    let mut named = Named { remapper: to_hf(), path: Vec::new(), grads, found: BTreeMap::new(), seen: Vec::new() };
-    model.visit(&mut named);
+    let mut named = Named { grads, found: BTreeMap::new(), seen: Vec::new() };
+    show(model, &mut named);
     named.found
 }
 
@@ -167,11 +170,11 @@ mod tests {
         let mut config = LlamaConfig::new(16, 8, 12, 3, 2, 1);
         config.attention_bias = true;
         let device = Device::flex();
-        let mut all = All { remapper: to_hf(), path: Vec::new(), names: BTreeSet::new() };
-        Llama::lazy(&config, &device).unwrap().visit(&mut all);
-        assert_eq!(parameters(&config, &device).unwrap(), all.names);
+        let mut all = BTreeSet::new();
+        show(&Llama::lazy(&config, &device).unwrap(), &mut all);
+        assert_eq!(parameters(&config, &device).unwrap(), all);
         // Nine weights and four biases a layer, two tables and a norm.
-        assert_eq!(all.names.len(), 3 * 13 + 3);
+        assert_eq!(all.len(), 3 * 13 + 3);
     }
 
     #[test]
