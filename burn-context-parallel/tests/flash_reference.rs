@@ -1,5 +1,5 @@
 //! Outputs, log-sum-exps and gradients against PyTorch's, computed in float64 with every score materialised
-//! (`reference/make_attention.py`).
+//! (`tests/reference/make_attention.py` of the workspace).
 
 mod common;
 

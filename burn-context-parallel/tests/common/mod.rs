@@ -8,7 +8,7 @@ use burn_context_parallel::flash::FlashOptions;
 use burn_context_parallel::sequence::Documents;
 use safetensors::SafeTensors;
 
-/// One case of `reference/make_attention.py`.
+/// One case of `tests/reference/make_attention.py` of the workspace.
 pub struct Case {
     pub options: FlashOptions,
     bytes: Vec<u8>,
@@ -17,7 +17,7 @@ pub struct Case {
 impl Case {
     pub fn read(name: &str) -> Self {
         let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-            .join("tests/reference/attention")
+            .join("../tests/reference/attention")
             .join(format!("{name}.safetensors"));
         let bytes = std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
