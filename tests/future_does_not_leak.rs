@@ -6,7 +6,7 @@ use burn_context_parallel::attention::SequenceContext;
 use burn_context_parallel::sequence::{RotaryFrequencies, SequenceLayout};
 use burn_upipe::upipe::{AttentionScheme, UPipeAttentionConfig};
 use rstest::rstest;
-use tests::{assert_same_bits, on_ranks, tensor, values};
+use tests::{assert_same_bits, filled, on_ranks, tensor, values};
 
 const SEQ: usize = 21;
 
@@ -21,27 +21,12 @@ fn output(scheme: AttentionScheme, ranks: usize, last: f64) -> Tensor<3> {
         let x = x.slice_assign([0..1, SEQ - 1..SEQ, 0..8], Tensor::full([1, 1, 8], last, &device));
         let module = UPipeAttentionConfig::new(8, 6, 3, 4).init(&device)?.with_scheme(scheme)?;
         let module = module.with_rotary(RotaryFrequencies::new(4, 1e4)?)?;
-        let module = filled(module);
+        let module = filled(module, 20, DType::F32, 1.0);
         let context = SequenceContext::from_layout(&world, of_ranks.clone(), 1)?;
         Ok(module.forward_in(of_ranks.cut(&x, 1, world.rank()), &context)?.to_data())
     });
     let parts: Vec<Tensor<3>> = parts.iter().map(|part| tensor(part, DType::F32, &Device::flex())).collect();
     layout.assemble(&parts, 1)
-}
-
-fn filled<M: burn::module::Module>(module: M) -> M {
-    struct Fill(u64);
-    impl burn::module::ModuleMapper for Fill {
-        fn map_float<const D: usize>(
-            &mut self,
-            param: burn::module::Param<Tensor<D>>,
-        ) -> burn::module::Param<Tensor<D>> {
-            self.0 += 1;
-            let seed = self.0;
-            param.map(move |x| tensor(&values(seed, &x.dims()), DType::F32, &x.device()))
-        }
-    }
-    module.map(&mut Fill(20))
 }
 
 /// Untied-Ulysses `context_parallel_2d.py`: tokens exchanged out of order see their future.

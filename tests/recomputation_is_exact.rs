@@ -12,7 +12,7 @@ use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, TiledNorm, tiled_cro
 use burn_upipe::upipe::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 use llama::{Llama, LlamaConfig, ParallelConfig};
 use rstest::rstest;
-use tests::{assert_close, on_ranks, tensor, values};
+use tests::{assert_close, filled, on_ranks, tensor, values};
 
 /// Sums over tiles are taken in another order than over the whole, nothing else differs.
 const TOLERANCE: f64 = 2e-6;
@@ -263,20 +263,12 @@ struct Tiny {
 }
 
 fn tiny(scheme: AttentionScheme, checkpoint: bool, device: &Device) -> Tiny {
-    struct Fill(u64);
-    impl burn::module::ModuleMapper for Fill {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            self.0 += 1;
-            let seed = self.0;
-            param.map(move |x| tensor(&values(seed, &x.dims()), DType::F32, &x.device()).detach().require_grad())
-        }
-    }
     let attention = UPipeAttentionConfig::new(8, 4, 2, 4).init(device).unwrap().with_scheme(scheme).unwrap();
     let tiny = Tiny {
         embedding: EmbeddingConfig::new(13, 8).init(device),
         block: Checkpointed::new(attention).enabled(checkpoint),
     };
-    tiny.map(&mut Fill(40))
+    filled(tiny, 40, DType::F32, 1.0)
 }
 
 impl Tiny {

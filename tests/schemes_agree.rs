@@ -10,7 +10,7 @@ use burn_context_parallel::flash::{FlashOptions, reference};
 use burn_context_parallel::sequence::{RotaryFrequencies, SequenceLayout};
 use burn_upipe::upipe::{AttentionScheme, Given, Schedule, UPipeAttention, UPipeAttentionConfig, upipe};
 use rstest::rstest;
-use tests::{assert_close, on_ranks, tensor, values};
+use tests::{assert_close, assert_gradients, filled, gradients, on_ranks, summed, tensor, values};
 
 const TOLERANCE: f64 = 1e-11;
 
@@ -135,26 +135,10 @@ fn any_local_lengths(#[case] lengths: &[usize], #[values(true, false)] causal: b
 
 /// A module with weights that tell heads apart (all weights random, biases too), in f64.
 fn attention(scheme: AttentionScheme, heads: (usize, usize), device: &Device) -> UPipeAttention {
-    struct Fill(u64);
-    impl burn::module::ModuleMapper for Fill {
-        fn map_float<const D: usize>(
-            &mut self,
-            param: burn::module::Param<Tensor<D>>,
-        ) -> burn::module::Param<Tensor<D>> {
-            self.0 += 1;
-            let seed = self.0;
-            param.map(move |x| {
-                let data = values(seed, &x.dims());
-                let device = x.device();
-                let fresh = Tensor::from_data(data.convert_dtype(DType::F64), (&device, DType::F64));
-                fresh.mul_scalar(0.4).detach().require_grad()
-            })
-        }
-    }
     let config = UPipeAttentionConfig::new(10, heads.0, heads.1, DIM).with_qkv_bias(true).with_output_bias(true);
     let module = config.init(device).unwrap().with_scheme(scheme).unwrap();
     let module = module.with_rotary(RotaryFrequencies::new(DIM, 10_000.0).unwrap()).unwrap();
-    module.map(&mut Fill(10))
+    filled(module, 10, DType::F64, 0.4)
 }
 
 type Answer = (Tensor<3>, Tensor<3>, Vec<TensorData>);
@@ -169,15 +153,9 @@ fn run(
     let x = x.detach().require_grad();
     let y = module.forward_in(x.clone(), context)?;
     let grads = (y.clone() * dy).sum().backward();
-    struct Collect<'a>(&'a burn::tensor::Gradients, Vec<TensorData>);
-    impl burn::module::ModuleVisitor for Collect<'_> {
-        fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<Tensor<D>>) {
-            self.1.push(param.val().grad(self.0).expect("every parameter is used").to_data());
-        }
-    }
-    let mut collect = Collect(&grads, Vec::new());
-    module.visit(&mut collect);
-    Ok((y.inner(), x.grad(&grads).unwrap(), collect.1))
+    let parameters = gradients(module, &grads);
+    assert!(parameters.iter().all(|grad| grad.num_elements() > 0), "every parameter is used");
+    Ok((y.inner(), x.grad(&grads).unwrap(), parameters))
 }
 
 #[rstest]
@@ -216,18 +194,8 @@ fn module_is_the_same_on_ranks(
         let case = format!("{heads:?} on {ranks}, {scheme:?}");
         assert_close(format!("{case}: y"), &join(|a| &a.0), &y, TOLERANCE);
         assert_close(format!("{case}: dx"), &join(|a| &a.1), &dx, TOLERANCE);
-        for (i, expected) in grads.iter().enumerate() {
-            let flat = |data: &TensorData| {
-                let count = data.num_elements();
-                tensor::<1>(
-                    &TensorData::new(data.iter::<f64>().collect::<Vec<_>>(), [count]),
-                    DType::F64,
-                    &Device::flex(),
-                )
-            };
-            let sum = answers.iter().map(|a| flat(&a.2[i])).reduce(|a, b| a + b).unwrap();
-            assert_close(format!("{case}: gradient {i}"), &sum, &flat(expected), TOLERANCE);
-        }
+        let sum = summed(&answers.into_iter().map(|answer| answer.2).collect::<Vec<_>>());
+        assert_gradients(case, &sum, &grads, TOLERANCE);
     }
 }
 
@@ -263,32 +231,14 @@ fn lora_composes_with_upipe(#[values(1, 2, 3)] ranks: usize) {
     use burn::module::Lora;
 
     let adapted = move |scheme| {
-        struct Fill(u64);
-        impl burn::module::ModuleMapper for Fill {
-            fn map_float<const D: usize>(
-                &mut self,
-                param: burn::module::Param<Tensor<D>>,
-            ) -> burn::module::Param<Tensor<D>> {
-                self.0 += 1;
-                let seed = self.0;
-                let trained = param.base().is_require_grad();
-                param.map(move |x| {
-                    let fresh = tensor::<D>(&values(seed, &x.dims()), x.dtype(), &x.device());
-                    fresh.mul_scalar(0.4).detach().set_require_grad(trained)
-                })
-            }
-        }
         let config = UPipeAttentionConfig::new(10, 4, 2, DIM);
         let module = config.init(&Device::flex().autodiff()).unwrap().with_scheme(scheme).unwrap();
         let module = module.apply_lora(Lora::new(2, 4.0));
-        module.map(&mut Fill(30))
+        filled(module, 30, DType::F32, 0.4)
     };
-    struct Collect<'a>(&'a burn::tensor::Gradients, Vec<TensorData>);
-    impl burn::module::ModuleVisitor for Collect<'_> {
-        fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<Tensor<D>>) {
-            self.1.extend(param.base().grad(self.0).map(|grad| grad.to_data()));
-        }
-    }
+    let trained = |module: &UPipeAttention, grads: &burn::tensor::Gradients| -> Vec<TensorData> {
+        gradients(module, grads).into_iter().filter(|grad| grad.num_elements() > 0).collect()
+    };
     let layout = SequenceLayout::contiguous(9, ranks).unwrap();
     let whole = tensor::<3>(&values(1, &[BATCH, 9, 10]), DType::F32, &Device::flex());
     let (y, dx, grads) = {
@@ -296,9 +246,7 @@ fn lora_composes_with_upipe(#[values(1, 2, 3)] ranks: usize) {
         let x = whole.clone().autodiff().require_grad();
         let y = module.forward(x.clone());
         let grads = (y.clone() * y.clone()).sum().backward();
-        let mut collect = Collect(&grads, Vec::new());
-        module.visit(&mut collect);
-        (y.inner(), x.grad(&grads).unwrap(), collect.1)
+        (y.inner(), x.grad(&grads).unwrap(), trained(&module, &grads))
     };
     let shared = layout.clone();
     let parts = on_ranks(ranks, move |world| {
@@ -307,9 +255,7 @@ fn lora_composes_with_upipe(#[values(1, 2, 3)] ranks: usize) {
         let x = shared.cut(&whole, 1, world.rank()).autodiff().require_grad();
         let y = module.forward_in(x.clone(), &context)?;
         let grads = (y.clone() * y.clone()).sum().backward();
-        let mut collect = Collect(&grads, Vec::new());
-        module.visit(&mut collect);
-        Ok((y.inner(), x.grad(&grads).unwrap(), collect.1))
+        Ok((y.inner(), x.grad(&grads).unwrap(), trained(&module, &grads)))
     });
     let joined = |pick: fn(&(Tensor<3>, Tensor<3>, Vec<TensorData>)) -> Tensor<3>| {
         layout.assemble(&parts.iter().map(pick).collect::<Vec<_>>(), 1)
@@ -317,15 +263,8 @@ fn lora_composes_with_upipe(#[values(1, 2, 3)] ranks: usize) {
     assert_close("y", &joined(|part| part.0.clone()), &y, 1e-5);
     assert_close("dx", &joined(|part| part.1.clone()), &dx, 1e-5);
     assert!(grads.len() >= 8, "two factors on each of four projections, found {}", grads.len());
-    for (i, one) in grads.iter().enumerate() {
-        let flat = |data: &TensorData| {
-            let values: Vec<f64> = data.iter::<f64>().collect();
-            tensor::<1>(&TensorData::new(values.clone(), [values.len()]), DType::F32, &Device::flex())
-        };
-        let sum = parts.iter().map(|part| flat(&part.2[i])).reduce(|a, b| a + b).unwrap();
-        assert_eq!(parts[0].2.len(), grads.len());
-        assert_close(format!("gradient {i}"), &sum, &flat(one), 1e-5);
-    }
+    let sum = summed(&parts.into_iter().map(|part| part.2).collect::<Vec<_>>());
+    assert_gradients("summed over ranks", &sum, &grads, 1e-5);
 }
 
 /// Half types: computed and summed in f32, rounded when they are exchanged and at the end. A rounding is 2^-8 (bf16) or 2^-11 (f16) of a

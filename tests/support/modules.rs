@@ -17,10 +17,11 @@ impl ModuleMapper for Fill {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         self.seed += 1;
         let Self { seed, dtype, scale } = *self;
+        // Adapters' own weights are trained, the ones below them frozen.
+        let trained = param.base().is_require_grad();
         param.map(move |x| {
-            let tracked = x.is_autodiff();
             let x = tensor::<D>(&values(seed, &x.dims()), dtype, &x.device()).mul_scalar(scale).detach();
-            if tracked { x.require_grad() } else { x }
+            if trained { x.require_grad() } else { x }
         })
     }
 }
