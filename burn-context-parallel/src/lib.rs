@@ -58,6 +58,7 @@
 //! | [`group`] | ranks and their collectives, on plain data and tensors; errors in place of hangs |
 //! | [`collective`] | collectives as differentiable operations, each beside its adjoint |
 //! | [`flash`] | exact attention in O(S) memory, forward and backward |
+//! | [`fsdp`] | weights, gradients and optimizer state in shards over ranks |
 //! | [`vjp`], [`buffer`] | for those who write operations with a backward pass of their own |
 //!
 //! # Gradients
@@ -79,7 +80,6 @@
 //! - One scheme, Ulysses: no ring, no zig-zag layout.
 //! - Masks are causal, windows and documents. A dense mask or a bias takes memory that grows with S^2: on one device, and by name
 //!   ([`flash::reference::dense_attention`]). Dropout on attention weights is refused.
-//! - Every rank holds all weights.
 //!
 //! # Features
 //!
@@ -99,6 +99,7 @@ pub mod attention;
 pub mod buffer;
 pub mod collective;
 pub mod flash;
+pub mod fsdp;
 pub mod group;
 pub mod sequence;
 pub mod vjp;

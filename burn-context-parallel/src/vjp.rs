@@ -91,6 +91,32 @@ pub fn beside<const D: usize, const E: usize, K: Basic>(ids: Tensor<D, K>, like:
     Tensor::from_dispatch(ids)
 }
 
+/// The place of a tensor in its graph, to tell leaves apart: an optimizer step makes new ones. `None` without autodiff.
+pub fn node_id(tensor: &AnyTensor) -> Option<NodeId> {
+    use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, NoCheckpointing};
+    use burn::backend::{DispatchAutodiffContext, GradientCheckpointingStrategy};
+
+    let DispatchTensorKind::Autodiff(kind) = &tensor.kind else { return None };
+    let balanced = tensor.autodiff == DispatchAutodiffContext::Enabled(GradientCheckpointingStrategy::Balanced);
+    macro_rules! on {
+        ($backend:ty) => {
+            if balanced {
+                float::<Autodiff<$backend, BalancedCheckpointing>>(tensor.clone()).id()
+            } else {
+                float::<Autodiff<$backend, NoCheckpointing>>(tensor.clone()).id()
+            }
+        };
+    }
+    match kind.as_ref() {
+        #[cfg(feature = "flex")]
+        DispatchTensorKind::Flex(_) => Some(on!(burn::backend::Flex)),
+        #[cfg(feature = "cube")]
+        DispatchTensorKind::Cube(_) => Some(on!(burn::backend::Cube)),
+        #[allow(unreachable_patterns)]
+        _ => None,
+    }
+}
+
 /// Puts `output` on the tape as a function of `inputs`, with `backward` as its vector-Jacobian product.
 ///
 /// `output` was computed without autodiff. `backward` receives the gradient of `output`, and answers with one gradient

@@ -15,8 +15,9 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Gradients, Tensor};
 use burn_context_parallel::attention::{current, scope};
 use burn_context_parallel::buffer::{accumulator, zeros};
+use burn_context_parallel::fsdp::Unit;
 use burn_context_parallel::vjp::{AnyTensor, InputGradients, Inputs, custom_vjp, pullback};
-use burn_context_parallel::{Error, raise};
+use burn_context_parallel::{Error, OrRaise, raise};
 
 /// How tiles' results become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,17 +50,21 @@ where
     F: Fn(&M, Tensor<D>, usize) -> Tensor<E> + Send + 'static,
 {
     let leaves = leaves(name, module);
+    // What is sharded is gathered here, for this module's forward pass, and again for its backward pass; inside it is whole.
+    let unit = Unit::of(module);
     if !x.is_autodiff() && !leaves.iter().any(|leaf| leaf.autodiff) {
+        let module = unit.gather(module).or_raise();
         let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
         for (i, start, len) in starts(&tiles) {
-            joined.add(f(module, tile(&x, dim, start, len), i), start, len);
+            joined.add(f(&module, tile(&x, dim, start, len), i), start, len);
         }
         return joined.finish();
     }
     let context = current();
     let dtypes: Vec<DType> = leaves.iter().map(|leaf| leaf.tensor.dtype()).collect();
     let inputs = Inputs::new().input(&x).leaves(leaves.into_iter().map(|leaf| leaf.tensor));
-    let (x, module) = (x.inner(), module.valid());
+    let (x, shards) = (x.inner(), module.valid());
+    let module = unit.gather(&shards).or_raise();
     let mut witness = None;
     let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
     for (i, start, len) in starts(&tiles) {
@@ -72,11 +77,13 @@ where
     }
     let y = joined.finish();
     let witness = witness.expect("there is at least one tile");
+    drop(module);
 
     custom_vjp(inputs, y, move |dy: Tensor<E>| {
         scope(context, || {
             let mut total = Total::default();
             let whole = tiles.iter().sum();
+            let module = unit.gather(&shards).or_raise();
             for (i, start, len) in starts(&tiles) {
                 let x = tile(&x, dim, start, len).autodiff().require_grad();
                 let module = module.clone().train();
@@ -92,7 +99,9 @@ where
                 total.add_input(x.grad_remove(&mut gradients), x.dims(), dim, start, whole);
                 total.add_parameters(&module, &mut gradients);
             }
-            total.into_gradients(&dtypes)
+            // Freed before gradients are copied for their way.
+            drop(module);
+            total.into_gradients(&dtypes, &unit)
         })
     })
 }
@@ -231,9 +240,10 @@ impl Total {
         module.visit(&mut Add { total: &mut self.parameters, gradients, seen: Vec::new() });
     }
 
-    /// The gradients in the types of what they belong to.
-    fn into_gradients(self, dtypes: &[DType]) -> InputGradients {
-        let parameters = self.parameters.into_iter().zip(dtypes).map(|(grad, dtype)| {
+    /// The gradients of what the module holds, shards where it holds shards, in its types.
+    fn into_gradients(mut self, dtypes: &[DType], unit: &Unit) -> InputGradients {
+        self.parameters.resize_with(dtypes.len(), || None);
+        let parameters = unit.reduce(self.parameters).or_raise().into_iter().zip(dtypes).map(|(grad, dtype)| {
             grad.map(|grad| if grad.dtype() == *dtype { grad } else { Dispatch::float_cast(grad, (*dtype).into()) })
         });
         std::iter::once(self.input).chain(parameters).collect()

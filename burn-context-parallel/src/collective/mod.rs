@@ -20,7 +20,9 @@
 //! backward pass runs them in the reverse order, so that ranks built from the same code agree.
 
 mod exchange;
+pub(crate) mod norm;
 mod reduce;
 
 pub use exchange::{all_gather, all_to_all, reduce_scatter, shift};
+pub use norm::clip_grad_norm;
 pub use reduce::{all_reduce, broadcast, reduce, sum_gradients};

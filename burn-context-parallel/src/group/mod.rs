@@ -163,6 +163,20 @@ impl ProcessGroup {
         Ok(Self::from_transport(self.transport.subgroup(&members)?))
     }
 
+    /// The same ranks once more, for another thread of this rank: calls of different channels are not matched with each other.
+    /// Channel 0 is the group itself.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] if the transport has one channel only.
+    ///
+    /// # Communication
+    ///
+    /// None.
+    pub fn channel(&self, channel: u32) -> Result<Self> {
+        Ok(Self { transport: self.transport.channel(channel)?, about: self.about })
+    }
+
     /// Ends the world on purpose: every other rank gets a [`GroupError`] with this message.
     ///
     /// For a rank that finds out what no error of its own will tell, a loss that is not finite for instance.

@@ -40,7 +40,8 @@ struct State {
     departed: Vec<bool>,
     /// The last collective that each rank entered.
     last: Vec<Option<Place>>,
-    names: HashMap<Arc<[usize]>, usize>,
+    /// Boards by channel and members.
+    names: HashMap<(u32, Arc<[usize]>), usize>,
     boards: Vec<Board>,
 }
 
@@ -74,7 +75,7 @@ impl World {
     /// One rank's end of the group of all.
     pub fn endpoint(self: &Arc<Self>, rank: usize) -> Endpoint {
         let all: Vec<usize> = (0..self.lock().departed.len()).collect();
-        self.join(rank, &all, Arc::default())
+        self.join(rank, 0, &all, Arc::default())
     }
 
     /// The failure that ended it.
@@ -101,11 +102,11 @@ impl World {
         }
     }
 
-    fn join(self: &Arc<Self>, rank: usize, members: &[usize], counters: Arc<Counters>) -> Endpoint {
+    fn join(self: &Arc<Self>, rank: usize, channel: u32, members: &[usize], counters: Arc<Counters>) -> Endpoint {
         let mut state = self.lock();
-        let (board, members) = state.board(members);
+        let (board, members) = state.board(channel, members);
         let index = members.binary_search(&rank).expect("a rank joins its own groups");
-        Endpoint { world: self.clone(), board, index, members, counters }
+        Endpoint { world: self.clone(), channel, board, index, members, counters }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -131,12 +132,12 @@ impl World {
 }
 
 impl State {
-    fn board(&mut self, members: &[usize]) -> (usize, Arc<[usize]>) {
-        if let Some((members, &board)) = self.names.get_key_value(members) {
+    fn board(&mut self, channel: u32, members: &[usize]) -> (usize, Arc<[usize]>) {
+        let members: Arc<[usize]> = members.into();
+        if let Some(((_, members), &board)) = self.names.get_key_value(&(channel, members.clone())) {
             return (board, members.clone());
         }
-        let members: Arc<[usize]> = members.into();
-        self.names.insert(members.clone(), self.boards.len());
+        self.names.insert((channel, members.clone()), self.boards.len());
         self.boards.push(Board { next: vec![0; members.len()], rounds: HashMap::new(), members: members.clone() });
         (self.boards.len() - 1, members)
     }
@@ -183,6 +184,7 @@ fn missing(board: &Board, round: &Round) -> Vec<usize> {
 #[derive(Debug, Clone)]
 pub(super) struct Endpoint {
     world: Arc<World>,
+    channel: u32,
     board: usize,
     index: usize,
     members: Arc<[usize]>,
@@ -279,7 +281,12 @@ impl Transport for Endpoint {
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Transport>> {
         let rank = self.members[self.index];
-        Ok(Arc::new(self.world.join(rank, members, self.counters.clone())))
+        Ok(Arc::new(self.world.join(rank, self.channel, members, self.counters.clone())))
+    }
+
+    fn channel(&self, channel: u32) -> Result<Arc<dyn Transport>> {
+        let rank = self.members[self.index];
+        Ok(Arc::new(self.world.join(rank, channel, &self.members, self.counters.clone())))
     }
 
     fn begin(&self) -> u64 {

@@ -54,6 +54,20 @@ pub trait Transport: fmt::Debug + Send + Sync {
     /// If the library underneath cannot make it.
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Transport>>;
 
+    /// The same members once more, whose calls are matched apart from those of other channels: what another thread of this rank
+    /// needs to communicate meanwhile. Channel 0 is the group itself. With MPI and NCCL a communicator of its own.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] if there is one channel only, the default.
+    fn channel(&self, channel: u32) -> Result<Arc<dyn Transport>> {
+        Err(Error::unsupported(
+            "a transport's channel",
+            format!("channel {channel}"),
+            "do without what communicates in the background (FsdpConfig::prefetch = false)",
+        ))
+    }
+
     /// The next collective's sequence number on this rank.
     fn begin(&self) -> u64;
 
@@ -236,6 +250,10 @@ impl Transport for Alone {
     }
 
     fn subgroup(&self, _: &[usize]) -> Result<Arc<dyn Transport>> {
+        Ok(Arc::new(Self { counters: self.counters.clone() }))
+    }
+
+    fn channel(&self, _: u32) -> Result<Arc<dyn Transport>> {
         Ok(Arc::new(Self { counters: self.counters.clone() }))
     }
 

@@ -56,5 +56,5 @@ pub use finite::not_finite;
 pub use load::{LoadReport, Missing, load, load_as};
 pub use model::Llama;
 pub use names::{hf_name, named_gradients};
-pub use optim::{adamw, clip_grad_norm};
+pub use optim::{adamw, adamw_rule, clip_grad_norm};
 pub use parallel::{AttentionScheme, ParallelConfig, parallelize};

@@ -6,9 +6,9 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, RmsNorm};
 use burn::tensor::{Device, Int, Tensor};
 use burn_context_parallel::attention::{SequenceContext, scope};
+use burn_context_parallel::fsdp::embedding;
 use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::{IGNORE_INDEX, Shard};
-use burn_context_parallel::vjp::beside;
 use burn_context_parallel::{Error, OrRaise, catch};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::tiling::{LossShare, TiledNorm, TokenLoss, tiled_cross_entropy, tiled_cross_entropy_over};
@@ -99,10 +99,7 @@ impl Llama {
     /// scope.
     pub fn hidden(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         self.expect_ids("Llama::hidden", "token", tokens.clone()).or_raise();
-        let table = self.embed_tokens.weight.val();
-        // Ids and table on the same kind of device, whichever of them is tracked.
-        let tokens = beside(tokens, &table);
-        let mut x = burn::tensor::module::embedding(table, tokens);
+        let mut x = embedding(&self.embed_tokens.weight, tokens);
         for layer in &self.layers {
             x = layer.forward(x, |block, x| block.forward(x));
         }

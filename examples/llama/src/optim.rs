@@ -1,113 +1,18 @@
-//! AdamW as PyTorch's users mean it, and clipping by the norm of all gradients together.
+//! AdamW as PyTorch's users mean it.
 
-use std::collections::HashSet;
-
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use burn::tensor::{DType, Tensor, TensorData};
-use burn_context_parallel::group::ProcessGroup;
-use burn_context_parallel::{Error, Result};
+use burn::optim::{AdamW, AdamWConfig, ModuleOptimizer};
+pub use burn_context_parallel::collective::clip_grad_norm;
 
 /// AdamW with betas 0.9 and 0.999 and epsilon 1e-8. (Burn's own defaults are epsilon 1e-5 and weight decay 1e-4.)
 pub fn adamw(weight_decay: f32) -> ModuleOptimizer {
-    AdamWConfig::new().with_beta_1(0.9).with_beta_2(0.999).with_epsilon(1e-8).with_weight_decay(weight_decay).init()
+    config(weight_decay).init()
 }
 
-/// Scales all gradients by one factor so that their norm is at most `max_norm`, and gives the norm before.
-///
-/// ```text
-/// norm = sqrt(sum_p |g_p|^2),  g_p *= min(1, max_norm / (norm + 1e-6))
-/// ```
-///
-/// Gradients are already summed over ranks ([`sum_gradients`](burn_context_parallel::collective::sum_gradients)), hence the same on each; the
-/// factor is that of the group's first rank, so that ranks cannot drift apart. The squares are taken relative to each
-/// gradient's largest element and added up in f64: gradients of 1e30 do not overflow, those of 1e-30 do not vanish. If the norm
-/// is not finite, gradients stay as they are: skip the step.
-///
-/// # Errors
-///
-/// [`Error::Invalid`] if `max_norm` is not a positive number; [`Error::Group`] if the collective fails.
-///
-/// # Communication
-///
-/// 8 bytes from the first rank to each other.
-pub fn clip_grad_norm<M: Module>(
-    grads: GradientsParams,
-    module: &M,
-    max_norm: f64,
-    group: &ProcessGroup,
-) -> Result<(GradientsParams, f64)> {
-    if max_norm.is_nan() || max_norm <= 0.0 {
-        return Err(Error::invalid(
-            "clip_grad_norm",
-            format!("max_norm {max_norm}"),
-            "use a positive number, infinity for no clipping",
-        ));
-    }
-    let mut squares = Squares { grads: &grads, sum: 0.0, seen: HashSet::new() };
-    module.visit(&mut squares);
-    let mut norm = squares.sum.sqrt();
-    if group.size() > 1 {
-        let mine = (group.rank() == 0).then(|| TensorData::from([norm]));
-        norm = group.broadcast(mine, 0)?.iter::<f64>().next().unwrap_or(norm);
-    }
-    if !norm.is_finite() || norm <= max_norm {
-        return Ok((grads, norm));
-    }
-    let mut scale = Scale { grads, factor: (max_norm / (norm + 1e-6)).min(1.0), seen: HashSet::new() };
-    module.visit(&mut scale);
-    Ok((scale.grads, norm))
+/// [`adamw`] for one parameter, as [`ShardedOptimizer`](burn_context_parallel::fsdp::ShardedOptimizer) takes it.
+pub fn adamw_rule(weight_decay: f32) -> AdamW {
+    config(weight_decay).build()
 }
 
-struct Squares<'a> {
-    grads: &'a GradientsParams,
-    sum: f64,
-    seen: HashSet<ParamId>,
-}
-
-impl ModuleVisitor for Squares<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if !self.seen.insert(param.id) {
-            return; // tied
-        }
-        if let Some(grad) = self.grads.get::<D>(param.id) {
-            self.sum += square(grad);
-        }
-    }
-}
-
-/// The sum of squares: rows on the device, their sum in f64 on the host.
-fn square<const D: usize>(grad: Tensor<D>) -> f64 {
-    let grad = if grad.dtype() == DType::F64 { grad } else { grad.cast(DType::F32) };
-    let width = grad.dims()[D - 1];
-    let rows = grad.dims().iter().product::<usize>() / width.max(1);
-    if rows == 0 || width == 0 {
-        return 0.0;
-    }
-    let grad = grad.reshape([rows, width]);
-    let first = |x: Tensor<1>| x.into_data().iter::<f64>().next().unwrap_or(0.0);
-    let largest = first(grad.clone().abs().max());
-    if largest == 0.0 || !largest.is_finite() {
-        return largest * largest;
-    }
-    // Relative to the largest element first: its square may be too large or too small for f32.
-    let relative = (grad / largest).square().sum_dim(1).into_data().iter::<f64>().sum::<f64>();
-    relative * largest * largest
-}
-
-struct Scale {
-    grads: GradientsParams,
-    factor: f64,
-    seen: HashSet<ParamId>,
-}
-
-impl ModuleVisitor for Scale {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if !self.seen.insert(param.id) {
-            return;
-        }
-        if let Some(grad) = self.grads.remove::<D>(param.id) {
-            self.grads.register(param.id, grad * self.factor);
-        }
-    }
+fn config(weight_decay: f32) -> AdamWConfig {
+    AdamWConfig::new().with_beta_1(0.9).with_beta_2(0.999).with_epsilon(1e-8).with_weight_decay(weight_decay)
 }

@@ -1,0 +1,210 @@
+//! From a module to its shards, parameter by parameter: no rank but the first ever holds more than one whole parameter.
+
+use std::sync::Arc;
+
+use burn::module::{Module, Param, Reparameterizer};
+use burn::tensor::{Tensor, TensorData};
+
+use super::gather::Gather;
+use super::placement::Placement;
+use super::{Fsdp, Shared, lock};
+use crate::group::ProcessGroup;
+use crate::{Error, Result};
+
+impl Fsdp {
+    /// Shards `model`, the same on every rank. The first rank's values count: parameters that are not drawn yet (lazy ones,
+    /// as `init` makes them) are drawn there alone, one by one, in the module's order.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Group`] if ranks' models differ in shape, or a collective fails. [`Error::Invalid`] for a module that is sharded
+    /// already.
+    ///
+    /// # Memory
+    ///
+    /// A rank: its shards. The first rank: one whole parameter more.
+    ///
+    /// # Communication
+    ///
+    /// The first rank sends every other rank its shards.
+    pub fn shard<M: Module>(&self, model: M) -> Result<M> {
+        self.shard_from(model, |_, _| Ok(None))
+    }
+
+    /// As [`shard`](Self::shard), with values from elsewhere: `source` is asked on every rank for the whole value of the parameter at a
+    /// path (`layers.0.weight`) with its shape, one after the other. For `None`, which all ranks must agree on, the module's own
+    /// value is used.
+    ///
+    /// # Errors
+    ///
+    /// As [`shard`](Self::shard), those of `source`, and [`Error::Invalid`] if it gives another number of elements.
+    ///
+    /// # Memory
+    ///
+    /// A rank: its shards, and one whole parameter.
+    ///
+    /// # Communication
+    ///
+    /// None for what comes from `source`.
+    pub fn shard_from<M: Module>(
+        &self,
+        model: M,
+        source: impl FnMut(&str, &[usize]) -> Result<Option<TensorData>>,
+    ) -> Result<M> {
+        if super::Unit::of(&model).is_managed() {
+            return Err(Error::invalid("Fsdp::shard", "the module is sharded already", "shard a module once"));
+        }
+        let mut error = None;
+        let model = model.apply_reparameterization(Sharder { shared: &self.shared, source, error: &mut error });
+        match error {
+            None => Ok(model),
+            Some(error) => Err(error),
+        }
+    }
+}
+
+struct Sharder<'a, S> {
+    shared: &'a Arc<Shared>,
+    source: S,
+    error: &'a mut Option<Error>,
+}
+
+impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Reparameterizer for Sharder<'_, S> {
+    type Reparam = Gather;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Gather>) {
+        if self.error.is_some() {
+            return (param, None);
+        }
+        match self.place(path, &param) {
+            Ok((value, placement)) => {
+                let id = param.id;
+                // On the parameter's own device: autodiff and its strategy of checkpointing come with it.
+                let dtype = value.dtype();
+                let value = Tensor::<D>::from_data(value.into_data(), (&param.lazy_device(), dtype));
+                if let Some(placement) = &placement {
+                    lock(&self.shared.placements).insert(id, placement.clone());
+                }
+                // As loading does it, since that is what leaves a lazy parameter undrawn; but not through what
+                // a layer does to values from files.
+                let param = param.load_mapper(|value| value).transform_for_load(value, id);
+                (param, Some(Gather::new(self.shared.clone(), placement, id)))
+            }
+            Err(error) => {
+                *self.error = Some(error);
+                (param, None)
+            }
+        }
+    }
+}
+
+impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Sharder<'_, S> {
+    /// What this rank holds of a parameter, without autodiff.
+    fn place<const D: usize>(
+        &mut self,
+        path: &str,
+        param: &Param<Tensor<D>>,
+    ) -> Result<(Tensor<D>, Option<Arc<Placement>>)> {
+        let shared = &**self.shared;
+        let device = param.lazy_device().inner();
+        let shape = param.lazy_shape().to_vec();
+        if let Some(data) = (self.source)(path, &shape)? {
+            let found = data.num_elements();
+            if found != shape.iter().product::<usize>() {
+                return Err(Error::invalid(
+                    "Fsdp::shard_from",
+                    format!("{found} elements for {path}, which has shape {shape:?}"),
+                    "give the parameter's whole value",
+                ));
+            }
+            let (bytes, _, dtype) = data.into_parts();
+            let whole = Tensor::<1>::from_data(TensorData::from_bytes(bytes, [found], dtype), (&device, dtype));
+            return Ok(self.keep(&shape, whole, shared.group.rank()));
+        }
+        // The first rank's shape as well: a lazy parameter may be turned while it is drawn.
+        let first = shared.world.rank() == 0;
+        let drawn = first.then(|| param.base().inner());
+        let shape = agree(&shared.world, drawn.as_ref(), param)?;
+        let ranks = shared.group.size();
+        if !Placement::shards(&shape, ranks, shared.config.whole_below) {
+            let value = shared.world.broadcast(drawn, 0)?;
+            return Ok((own(value), None));
+        }
+        let placement = Placement::new(&shape, ranks);
+        let parts = match drawn {
+            Some(whole) => {
+                let flat = whole.reshape([placement.elements()]);
+                shared.shard_of.iter().map(|&rank| Some(padded(&placement, &flat, rank))).collect()
+            }
+            None => vec![None; shared.world.size()],
+        };
+        let len = vec![placement.shard_len()];
+        let mut expected = vec![None; shared.world.size()];
+        expected[0] = Some(len);
+        let mut parts = shared.world.all_to_all_uneven(parts, &expected)?;
+        let shard = parts[0].take().expect("the first rank sends to all");
+        let shard = shard.reshape(placement.shard_shape::<D>());
+        Ok((shard, Some(Arc::new(placement))))
+    }
+
+    fn keep<const D: usize>(
+        &self,
+        shape: &[usize],
+        whole: Tensor<1>,
+        rank: usize,
+    ) -> (Tensor<D>, Option<Arc<Placement>>) {
+        let ranks = self.shared.group.size();
+        if !Placement::shards(shape, ranks, self.shared.config.whole_below) {
+            let dims: [usize; D] = std::array::from_fn(|dim| shape[dim]);
+            return (whole.reshape(dims), None);
+        }
+        let placement = Placement::new(shape, ranks);
+        let shard = padded(&placement, &whole, rank).reshape(placement.shard_shape::<D>());
+        (shard, Some(Arc::new(placement)))
+    }
+}
+
+/// A rank's shard, with storage of its own.
+fn padded(placement: &Placement, whole: &Tensor<1>, rank: usize) -> Tensor<1> {
+    let (range, len) = (placement.range(rank), placement.shard_len());
+    let shard = crate::buffer::zeros([len], &whole.device(), whole.dtype());
+    if range.is_empty() {
+        return shard;
+    }
+    let part = whole.clone().narrow(0, range.start, range.len());
+    shard.slice_assign([0..range.len()], part)
+}
+
+/// A value of this rank's own: what came may share the sender's memory.
+fn own<const D: usize>(value: Tensor<D>) -> Tensor<D> {
+    let zeros = crate::buffer::zeros(value.dims(), &value.device(), value.dtype());
+    zeros.slice_assign(std::array::from_fn::<_, D, _>(|dim| 0..value.dims()[dim]), value)
+}
+
+/// The first rank's shape, on every rank.
+fn agree<const D: usize>(
+    world: &ProcessGroup,
+    drawn: Option<&Tensor<D>>,
+    param: &Param<Tensor<D>>,
+) -> Result<Vec<usize>> {
+    if drawn.is_some_and(|value| !value.dtype().is_float()) {
+        return Err(Error::unsupported("Fsdp::shard", "a quantized parameter", "dequantize it first"));
+    }
+    let mine = drawn.map(|value| TensorData::from(&value.dims().map(|dim| dim as i64)[..]));
+    let shape: Vec<usize> = world.broadcast(mine, 0)?.iter::<i64>().map(|dim| dim as usize).collect();
+    let (mut own, mut first) = (param.lazy_shape().to_vec(), shape.clone());
+    own.sort_unstable();
+    first.sort_unstable();
+    if own != first {
+        return Err(Error::invalid(
+            "Fsdp::shard",
+            format!("a parameter of shape {:?} where the first rank has {shape:?}", param.lazy_shape().to_vec()),
+            "build the same model on every rank",
+        ));
+    }
+    Ok(shape)
+}
