@@ -56,7 +56,7 @@ fn a_file_asks_for_one_save() {
 
 #[cfg(unix)]
 mod signals {
-    use std::io::{BufRead, BufReader, Lines};
+    use std::io::{BufRead, BufReader, Lines, Write, stdout};
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Child, ChildStdout, Command, Stdio};
     use std::time::Duration;
@@ -64,7 +64,7 @@ mod signals {
     use super::*;
 
     fn say(what: &str) {
-        println!("\nnow {what}");
+        writeln!(stdout(), "\nnow {what}").unwrap();
     }
 
     fn wait_for(stop: &Stop) {
