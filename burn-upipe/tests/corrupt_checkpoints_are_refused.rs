@@ -7,11 +7,18 @@ use std::path::{Path, PathBuf};
 
 use burn_context_parallel::group::{ProcessGroup, launch};
 use burn_upipe::learner::checkpoint::{Checkpoint, CheckpointError, Checkpoints, MANIFEST};
+use burn_upipe::profile::heap::{self, CountingAllocator};
 use common::{holds, save};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+#[global_allocator]
+static HEAP: CountingAllocator = CountingAllocator;
+
 const RANKS: usize = 3;
+
+/// All tests of this file together: what a damaged size would ask for is more by far.
+const MEMORY: usize = 64 << 20;
 
 /// Steps 1 and 2, the second of which is to be damaged.
 struct Damaged {
@@ -35,6 +42,7 @@ impl Damaged {
         checkpoint.verify().unwrap();
         holds(&checkpoint, 2).unwrap();
         assert_eq!(self.latest(), Ok(2));
+        assert!(heap::peak() < MEMORY, "{} bytes", heap::peak());
     }
 
     fn files(&self) -> Vec<PathBuf> {

@@ -63,6 +63,7 @@ mod signals {
 
     use super::*;
 
+    #[expect(clippy::print_stdout, reason = "the parent listens")]
     fn say(what: &str) {
         println!("\nnow {what}");
     }

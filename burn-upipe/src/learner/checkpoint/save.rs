@@ -31,8 +31,9 @@ impl Checkpoints {
     /// # Errors
     ///
     /// On a rank that fails its own error: [`CheckpointError::Invalid`] for pieces that do not fit together or a state that cannot be
-    /// saved, [`CheckpointError::Source`] for values that do not come, [`CheckpointError::Locked`], [`CheckpointError::Io`]. On the others [`CheckpointError::Rank`]. Nothing that was there before has changed, nothing half
-    /// written is left, and the group goes on. [`CheckpointError::Group`] if the group broke.
+    /// saved, [`CheckpointError::Source`] for values that do not come, [`CheckpointError::Locked`], [`CheckpointError::Io`]. On the
+    /// others [`CheckpointError::Rank`]. Nothing that was there before has changed, nothing half written is left, and the group goes
+    /// on. [`CheckpointError::Group`] if the group broke.
     ///
     /// # Memory
     ///
@@ -65,6 +66,7 @@ impl Checkpoints {
                 }
             }
             if !matches!(error, CheckpointError::Group(_)) {
+                // Whoever looks at the folder now finds it as it was.
                 group.barrier()?;
             }
         }
