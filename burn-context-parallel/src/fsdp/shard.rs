@@ -22,7 +22,7 @@ impl Fsdp {
     ///
     /// # Memory
     ///
-    /// A rank: its shards. The first rank: one whole parameter more.
+    /// A rank: its shards. The first rank: one whole parameter more, and the parts of it that are on their way.
     ///
     /// # Communication
     ///

@@ -42,9 +42,8 @@ struct Part {
 impl Holding {
     fn part(&self, id: ParamId, shape: &[usize], index: usize) -> Part {
         let elements = shape.iter().product::<usize>();
-        let whole = |rank: usize, size: usize| {
-            Part { shape: shape.to_vec(), range: 0..elements, saves: index % size == rank }
-        };
+        let whole =
+            |rank: usize, size: usize| Part { shape: shape.to_vec(), range: 0..elements, saves: index % size == rank };
         match self {
             // By turns, so that all ranks write.
             Self::Whole(group) => whole(group.rank(), group.size()),
@@ -104,8 +103,7 @@ pub fn pieces<'a, M: Module, O: Optimizer>(
     optimizer: &'a ShardedOptimizer<O>,
     holding: &Holding,
 ) -> Vec<Piece<'a>> {
-    let mut collect =
-        Collect { walk: Walk::default(), holding, optimizer, pieces: Vec::new() };
+    let mut collect = Collect { walk: Walk::default(), holding, optimizer, pieces: Vec::new() };
     model.visit(&mut collect);
     collect.pieces
 }
@@ -169,7 +167,9 @@ pub fn restore<M: Module, O: Optimizer>(
     }
     if used < checkpoint.names().len() {
         let known = |name: &&str| {
-            let path = name.strip_prefix("model/").or_else(|| name.strip_prefix("optimizer/")?.rsplit_once('/').map(|(path, _)| path));
+            let path = name
+                .strip_prefix("model/")
+                .or_else(|| name.strip_prefix("optimizer/")?.rsplit_once('/').map(|(path, _)| path));
             path.is_some_and(|path| walk.seen.values().any(|(known, _)| known == path))
         };
         let extra = checkpoint.names().find(|name| !known(name)).unwrap_or_default().to_owned();
