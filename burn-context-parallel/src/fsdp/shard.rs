@@ -8,6 +8,7 @@ use burn::tensor::{Tensor, TensorData};
 use super::gather::{Gather, found};
 use super::placement::Placement;
 use super::{Fsdp, Shared, lock};
+use crate::buffer::{own, zeros};
 use crate::group::ProcessGroup;
 use crate::{Error, Result};
 
@@ -175,18 +176,12 @@ impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Sharder<'_, S> {
 /// A rank's shard, with storage of its own.
 fn padded(placement: &Placement, whole: &Tensor<1>, rank: usize) -> Tensor<1> {
     let (range, len) = (placement.range(rank), placement.shard_len());
-    let shard = crate::buffer::zeros([len], &whole.device(), whole.dtype());
+    let shard = zeros([len], &whole.device(), whole.dtype());
     if range.is_empty() {
         return shard;
     }
     let part = whole.clone().narrow(0, range.start, range.len());
-    shard.slice_assign([0..range.len()], part)
-}
-
-/// A value of this rank's own: what came may share the sender's memory.
-fn own<const D: usize>(value: Tensor<D>) -> Tensor<D> {
-    let zeros = crate::buffer::zeros(value.dims(), &value.device(), value.dtype());
-    zeros.slice_assign(std::array::from_fn::<_, D, _>(|dim| 0..value.dims()[dim]), value)
+    shard.slice_assign(std::array::from_fn::<_, 1, _>(|_| 0..range.len()), part)
 }
 
 /// The first rank's shape, on every rank.
