@@ -10,7 +10,7 @@ use crate::cli::Args;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::plan::{ModelSource, Plan};
-use crate::values::{Clip, Switch, word};
+use crate::values::{Clip, Switch, mesh_word, word};
 
 /// The file's values as words of a command line, without those that are also typed.
 ///
@@ -145,6 +145,9 @@ pub(crate) fn resolved(plan: &Plan) -> String {
     set("dtype", text(word(plan.precision)));
     set("seed", i64::try_from(plan.seed).map_or_else(|_| text(plan.seed.to_string()), Value::Integer));
     set("ranks", number(plan.ranks));
+    if plan.mesh.data > 1 {
+        set("mesh", text(mesh_word(plan.mesh)));
+    }
     set("attention", text(word(args.attention)));
     if let Some(schedule) = &plan.schedule {
         set("heads-per-stage", number(schedule.per_stage()));

@@ -93,16 +93,28 @@ impl Corpus {
         self.documents.tokens.len() % self.seq_len
     }
 
-    /// These sequences side by side.
+    /// Targets of these sequences.
+    ///
+    /// # Panics
+    ///
+    /// For sequences that are not below [`sequences`](Self::sequences).
+    pub fn targets_of(&self, sequences: &[usize]) -> usize {
+        sequences.iter().map(|sequence| self.valid[self.used[*sequence]]).sum()
+    }
+
+    /// These sequences side by side; none at all make a row of padding, which has no target.
     ///
     /// # Errors
     ///
     /// None for sequences below [`sequences`](Self::sequences).
     pub fn batch(&self, sequences: &[usize]) -> burn_context_parallel::Result<Batch> {
-        let rows = sequences
+        let mut rows = sequences
             .iter()
             .map(|sequence| self.pieces(self.used[*sequence]).map(|piece| self.document(piece)).collect())
             .collect::<burn_context_parallel::Result<Vec<Vec<Document>>>>()?;
+        if rows.is_empty() {
+            rows.push(Vec::new());
+        }
         Batch::packed(&rows, self.seq_len)
     }
 
@@ -190,6 +202,10 @@ mod tests {
             assert!(corpus.idle == 0 || seq_len == 2, "only two documents of a token each");
             let valid: usize = (0..corpus.sequences()).map(|index| corpus.batch(&[index]).unwrap().valid()).sum();
             assert_eq!(valid, corpus.targets(), "what is counted is what there is");
+            let last = [corpus.sequences() - 1];
+            assert_eq!(corpus.targets_of(&last), corpus.batch(&last).unwrap().valid());
+            let padding = corpus.batch(&[]).unwrap();
+            assert_eq!((padding.rows(), padding.len(), padding.valid()), (1, seq_len, 0));
         }
     }
 

@@ -4,6 +4,7 @@ use std::fmt;
 
 use burn::module::Module;
 use burn::tensor::Device;
+use burn_context_parallel::group::Axis;
 use llama::{Llama, precision};
 use serde::Serialize;
 
@@ -39,20 +40,22 @@ impl fmt::Display for Evaluation {
 /// A rank: the weights, and one block's intermediates for B sequences; nothing is kept for a backward pass.
 pub fn evaluate(plan: &Plan, model: Llama, report: impl Fn(usize) + Send + Sync + 'static) -> Result<Evaluation> {
     let device = Device::flex();
-    on_ranks(plan, model.valid(), &device.clone(), move |plan, model, world| {
+    on_ranks(plan, model.valid(), &device.clone(), move |plan, model, mesh| {
+        let (world, sequence) = (mesh.world(), mesh.axis(Axis::Ulysses));
         let model = precision::compute(&model, plan.precision.dtype());
         let targets = plan.corpus.targets();
         let all: Vec<usize> = (0..plan.corpus.sequences()).collect();
         let mut loss = 0.0;
-        for (done, sequences) in all.chunks(plan.batch).enumerate() {
-            for batch in micro_batches(plan, sequences)?.0 {
-                let shard = batch.shard(&plan.layout, world.rank(), &device)?;
+        let at_once = plan.batch.saturating_mul(plan.mesh.data);
+        for (done, sequences) in all.chunks(at_once).enumerate() {
+            for batch in micro_batches(plan, sequences, mesh)? {
+                let shard = batch.shard(&plan.layout, sequence.rank(), &device)?;
                 // Each share in f32 over its own targets, their sum in f64.
                 let own = batch.valid();
-                loss += number(&model.loss_over(&shard, world, own)?.share) * (own as f64 / targets as f64);
+                loss += number(&model.loss_over(&shard, sequence, own)?.share) * (own as f64 / targets as f64);
             }
             if world.rank() == 0 {
-                report((done + 1) * plan.batch);
+                report(done.saturating_mul(at_once).saturating_add(sequences.len()));
             }
         }
         let loss = sum(loss, world)?;

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::corpus::Corpus;
+use crate::deal::rounds;
 use crate::plan::{LR_MODEL, LR_SCRATCH, ModelSource, OutFolder, Plan, STEPS};
 use crate::values::{DataOrder, Packing, Precision, Schedule, Scheme, Tile};
 
@@ -55,21 +56,17 @@ impl fmt::Display for Plan {
                 line("steps", self.steps())?;
             }
         }
-        line(
-            "ranks",
-            match (self.args().attention, self.args().ranks) {
-                (Scheme::Single, _) => "1, attention is single".to_owned(),
-                (_, None) => format!("{}, the default{}", self.ranks, RANKS),
-                (_, Some(_)) => format!("{}, as asked{}", self.ranks, RANKS),
-            },
-        )?;
+        line("ranks", self.ranks())?;
+        if self.mesh.data > 1 {
+            line("replicas", self.replicas())?;
+        }
         line(
             "shards",
             format!(
                 "{} tokens a rank, {} / {} rounded up; {} padding",
                 local,
                 self.seq_len,
-                self.ranks,
+                self.mesh.ulysses,
                 self.layout.padded_len() - self.seq_len
             ),
         )?;
@@ -121,10 +118,6 @@ impl fmt::Display for Plan {
         )
     }
 }
-
-/// How ranks and sequences relate: what people ask first.
-const RANKS: &str =
-    "; threads of this process, all together on each sequence: more ranks, shorter shards, the same batch";
 
 impl Plan {
     fn text(&self) -> String {
@@ -209,7 +202,47 @@ impl Plan {
     }
 
     fn evaluation(&self) -> String {
-        format!("no training: loss over all sequences, {} at a time", self.batch.min(self.corpus.sequences()))
+        let at_once = self.batch.saturating_mul(self.mesh.data).min(self.corpus.sequences());
+        format!("no training: loss over all sequences, {at_once} at a time")
+    }
+
+    /// How ranks and sequences relate: what people ask first.
+    fn ranks(&self) -> String {
+        let args = self.args();
+        let together = "all together on each sequence: more ranks, shorter shards, the same batch";
+        match (self.mesh.data, args.attention, args.ranks.is_some() || args.mesh.is_some()) {
+            (1, Scheme::Single, _) => "1, attention is single".to_owned(),
+            (1, _, false) => format!("{}, the default; threads of this process, {together}", self.ranks),
+            (1, _, true) => format!("{}, as asked; threads of this process, {together}", self.ranks),
+            (data, _, _) => format!(
+                "{} = {}, as asked; threads of this process: {data} replicas, {} on each sequence",
+                self.ranks,
+                self.mesh,
+                match self.mesh.ulysses {
+                    1 => "one rank".to_owned(),
+                    ranks => format!("{ranks} ranks together"),
+                },
+            ),
+        }
+    }
+
+    fn replicas(&self) -> String {
+        let data = self.mesh.data;
+        let per_step = match self.eval {
+            true => self.batch.saturating_mul(data).min(self.corpus.sequences()),
+            false => self.order.per_step,
+        };
+        let rounds = rounds(per_step, data, self.batch);
+        let idle = match data.saturating_sub(per_step) {
+            0 => String::new(),
+            idle => format!("; {idle} replicas have none: use data={per_step} to keep all busy"),
+        };
+        format!(
+            "{per_step} sequences {} are dealt in turn, up to {} each, in {rounds} micro-batches (where sequences are missing: padding, \
+             which adds 0); one mean over the targets of all{idle}",
+            if self.eval { "at a time" } else { "of a step" },
+            per_step.div_ceil(data),
+        )
     }
 
     fn compute(&self) -> String {
@@ -248,12 +281,14 @@ impl Plan {
 
     fn attention(&self) -> String {
         let heads = self.config.num_attention_heads;
-        let idle = match self.ranks.saturating_sub(heads) {
+        let idle = match self.mesh.ulysses.saturating_sub(heads) {
             0 => String::new(),
             idle => format!("; {idle} ranks attend with no head: use at most {heads} ranks to keep all busy"),
         };
         match &self.schedule {
-            None if self.ranks == 1 => format!("{:?}: all {heads} heads at once, no exchange", self.args().attention),
+            None if self.mesh.ulysses == 1 => {
+                format!("{:?}: all {heads} heads at once, no exchange", self.args().attention)
+            }
             None => format!("{:?}: all {heads} heads at once, exchanged between ranks{idle}", self.args().attention),
             Some(schedule) => {
                 let per_stage = schedule.per_stage();
@@ -261,7 +296,7 @@ impl Plan {
                     Some(_) => "as asked",
                     None => "one a rank",
                 };
-                let uneven = match per_stage % self.ranks {
+                let uneven = match per_stage % self.mesh.ulysses {
                     0 => "",
                     _ => "; not a multiple of the ranks: they wait for each other",
                 };

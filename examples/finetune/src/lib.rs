@@ -38,6 +38,7 @@ mod chat;
 mod cli;
 mod config;
 mod corpus;
+mod deal;
 mod documents;
 mod error;
 mod eval;

@@ -6,10 +6,11 @@ use std::time::Duration;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_context_parallel::Result as CoreResult;
-use burn_context_parallel::group::{LaunchConfig, ProcessGroup, ReduceOp, launch};
+use burn_context_parallel::group::{LaunchConfig, Mesh, ProcessGroup, ReduceOp, launch};
 use burn_context_parallel::sequence::Batch;
 use llama::Llama;
 
+use crate::deal::deal;
 use crate::error::Result;
 use crate::plan::Plan;
 
@@ -24,7 +25,7 @@ pub(crate) fn on_ranks<T: Send + 'static>(
     plan: &Plan,
     model: Llama,
     device: &Device,
-    rank: impl Fn(&Plan, Llama, &ProcessGroup) -> RankResult<T> + Send + Sync + 'static,
+    rank: impl Fn(&Plan, Llama, &Mesh) -> RankResult<T> + Send + Sync + 'static,
 ) -> Result<T> {
     // Forked here, one by one: ranks may share memory, never the leaves of a graph.
     let models: Vec<Llama> = (0..plan.ranks).map(|_| model.clone().fork(device)).collect();
@@ -34,16 +35,15 @@ pub(crate) fn on_ranks<T: Send + 'static>(
     let results = launch(config, move |world| {
         let (plan, models) = &*shared;
         let model = models.lock().unwrap_or_else(PoisonError::into_inner).pop().expect("one a rank");
-        rank(plan, model, &world)
+        rank(plan, model, &Mesh::new(&world, plan.mesh)?)
     })?;
     Ok(results.into_iter().next().expect("at least one rank"))
 }
 
-/// Sequences as micro-batches of at most B rows, and how many targets they have together.
-pub(crate) fn micro_batches(plan: &Plan, sequences: &[usize]) -> CoreResult<(Vec<Batch>, usize)> {
-    let batches = sequences.chunks(plan.batch).map(|rows| plan.corpus.batch(rows)).collect::<CoreResult<Vec<_>>>()?;
-    let targets = batches.iter().map(Batch::valid).sum();
-    Ok((batches, targets))
+/// This rank's replica's part of some sequences as micro-batches of at most B rows; every replica has as many.
+pub(crate) fn micro_batches(plan: &Plan, sequences: &[usize], mesh: &Mesh) -> CoreResult<Vec<Batch>> {
+    let dealt = deal(sequences, mesh.coordinates().data, plan.mesh.data, plan.batch);
+    dealt.iter().map(|rows| plan.corpus.batch(rows)).collect()
 }
 
 /// The sum of a number over ranks, the same bits on each.

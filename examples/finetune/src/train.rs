@@ -1,4 +1,4 @@
-//! The training loop: every rank runs it, each on its own part of every sequence.
+//! The training loop: every rank runs it, each on its own part of its replica's sequences.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -8,7 +8,7 @@ use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{DType, Device};
 use burn_context_parallel::collective::sum_gradients;
-use burn_context_parallel::group::ProcessGroup;
+use burn_context_parallel::group::{Axis, Mesh};
 use burn_upipe::profile::heap;
 use llama::{Llama, LlamaError, LoadReport, adamw, clip_grad_norm, load_as, not_finite, precision};
 
@@ -94,8 +94,8 @@ pub fn train(
 ) -> Result<Trained> {
     let device = Device::flex().autodiff();
     let report = Mutex::new(report);
-    on_ranks(plan, model, &device.clone(), move |plan, model, world| {
-        rank(plan, model, world, &device, |step| (report.lock().unwrap_or_else(PoisonError::into_inner))(step))
+    on_ranks(plan, model, &device.clone(), move |plan, model, mesh| {
+        rank(plan, model, mesh, &device, |step| (report.lock().unwrap_or_else(PoisonError::into_inner))(step))
     })
 }
 
@@ -103,10 +103,11 @@ pub fn train(
 fn rank(
     plan: &Plan,
     mut model: Llama,
-    world: &ProcessGroup,
+    mesh: &Mesh,
     device: &Device,
     report: impl Fn(StepMetrics) -> Result<()>,
 ) -> RankResult<Trained> {
+    let world = mesh.world();
     let first = world.rank() == 0;
     let mut optimizer = adamw(plan.weight_decay as f32);
     // With the number of steps behind them. A model is not copied by this: its tensors are shared until a step makes new ones.
@@ -118,7 +119,7 @@ fn rank(
             heap::reset_peak();
         }
         let sequences = plan.order.step(step);
-        let (value, grads) = gradients(plan, &model, &sequences, world, device)?;
+        let (value, grads) = gradients(plan, &model, &sequences, mesh, device)?;
         let grads = sum_gradients(grads, &model, world)?;
         let (grads, grad_norm) = clip_grad_norm(grads, &model, plan.clip.unwrap_or(f64::INFINITY), world)?;
 
@@ -166,20 +167,21 @@ fn gradients(
     plan: &Plan,
     model: &Llama,
     sequences: &[usize],
-    world: &ProcessGroup,
+    mesh: &Mesh,
     device: &Device,
 ) -> RankResult<(f64, GradientsParams)> {
-    let (batches, targets) = micro_batches(plan, sequences)?;
+    let targets = plan.corpus.targets_of(sequences);
+    let sequence = mesh.axis(Axis::Ulysses);
     // Rounded anew each step: what an update adds gathers in f32, however small it is.
     let compute = precision::compute(model, plan.precision.dtype());
     let mut accumulated = GradientsAccumulator::new();
     let mut value = 0.0;
-    for batch in batches {
-        let shard = batch.shard(&plan.layout, world.rank(), device)?;
-        let share = compute.loss_over(&shard, world, targets)?.share;
+    for batch in micro_batches(plan, sequences, mesh)? {
+        let shard = batch.shard(&plan.layout, sequence.rank(), device)?;
+        let share = compute.loss_over(&shard, sequence, targets)?.share;
         value += number(&share);
         let grads = GradientsParams::from_grads(share.backward(), &compute);
         accumulated.accumulate(model, precision::to_f32(grads, model));
     }
-    Ok((sum(value, world)?, accumulated.grads()))
+    Ok((sum(value, mesh.world())?, accumulated.grads()))
 }

@@ -50,6 +50,7 @@ static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
         ("kind", "steps = [3]\n"),
         ("nodata", "steps = 3\ndata = []\n"),
         ("both", "steps = 3\nepochs = 2\n"),
+        ("mesh", "mesh = \"data=2,ring=2\"\n"),
     ] {
         write(&format!("{name}.toml"), text.as_bytes());
     }
@@ -189,6 +190,21 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--schedule linear", "invalid value 'linear' for '--schedule", "constant, cosine")]
 #[case("--data-order random", "invalid value 'random' for '--data-order", "file, shuffle")]
 #[case("--attention single --ranks 2", "--attention single with --ranks 2", "leave --ranks out")]
+#[case("--mesh data=2,ulysses=2 --ranks 3", "data=2 x ulysses=2 needs 4 ranks, --ranks 3 was given", "use --ranks 4")]
+#[case("--mesh data=2 --ranks 4", "data=2 needs 2 ranks, --ranks 4 was given", "use --ranks 2")]
+#[case(
+    "--mesh data=2,ulysses=2 --attention single",
+    "--attention single with --mesh data=2,ulysses=2",
+    "use ulysses=1"
+)]
+#[case("--mesh ring=2", "invalid value 'ring=2' for '--mesh", "ring attention is not built: give data=N,ulysses=M")]
+#[case("--mesh data=0", "invalid value 'data=0' for '--mesh", "give a whole number from 1")]
+#[case("--mesh tensor=2", "no axis is called \"tensor\"", "give data=N,ulysses=M")]
+#[case("--mesh 4", "\"4\" is no axis with a degree", "give data=N,ulysses=M")]
+#[case("--mesh ulysses=65", "--mesh data=1,ulysses=65 for sequences of 64 tokens", "use at most 64")]
+#[case("--mesh data=4000,ulysses=4000", "--mesh data=4000,ulysses=4000", "use at most 4096 ranks")]
+#[case("--mesh data=4294967296,ulysses=4294967296", "--mesh data=4294967296", "use at most 4096 ranks")]
+#[case("--config mesh.toml", "--config mesh.toml: invalid value 'data=2,ring=2' for '--mesh", "ring attention is not")]
 #[case("--attention ulysses --heads-per-stage 2", "--heads-per-stage without --attention upipe", "leave one")]
 #[case("--heads-per-stage 9", "--heads-per-stage 9 of 8 query heads", "use 1 to 8")]
 #[case("--rank 2", "unexpected argument '--rank'", "'--ranks'")]
