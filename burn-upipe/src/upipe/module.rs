@@ -95,6 +95,8 @@ pub struct UPipeAttention {
 
 #[derive(Clone, Debug)]
 struct Settings {
+    /// E. Not from a weight's shape, which is that of a shard where weights are sharded.
+    width: usize,
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -146,6 +148,7 @@ impl UPipeAttentionConfig {
             q_norm: norm(),
             k_norm: norm(),
             settings: Settings {
+                width: self.d_model,
                 heads: self.heads,
                 kv_heads: self.kv_heads,
                 head_dim: self.head_dim,
@@ -242,7 +245,7 @@ impl UPipeAttention {
     pub fn forward_in(&self, x: Tensor<3>, context: &SequenceContext) -> Result<Tensor<3>> {
         let [batch, local, width] = x.dims();
         context.expect(NAME, batch, local)?;
-        let expected = self.q_proj.weight.base().dims()[0];
+        let expected = self.settings.width;
         if width != expected {
             return Err(Error::invalid(
                 NAME,
