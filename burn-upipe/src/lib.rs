@@ -8,6 +8,7 @@
 //! | [`checkpoint`] | every intermediate of every block | keeps a block's input and computes the block again |
 //! | [`tiling`] | feed-forward, norms, and logits as wide as the vocabulary | takes a tile of tokens at a time |
 //! | [`profile`] | | counts the bytes that were really used |
+//! | [`learner`] | | saves a run by step, whole or not at all, and loads it on another mesh |
 //!
 //! Each is optional, and all of them compose: any subset gives the loss and the gradients of one device without them, within
 //! rounding. The ranks, and the sequence that lies on them, are those of [`burn_context_parallel`].
@@ -103,6 +104,7 @@
 //! 2205.05198.
 
 pub mod checkpoint;
+pub mod learner;
 pub mod profile;
 mod recompute;
 pub mod tiling;
