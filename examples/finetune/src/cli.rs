@@ -22,7 +22,11 @@ All tokens follow each other in file order and are cut into sequences of --seq-l
 A step trains on --batch x --accumulate sequences, all ranks together on each of them, or under --mesh on the replicas' parts: ranks,
 mesh, scheme, tiles and checkpoints change memory and time only, losses are the same.
 
-Exit status: 0 if the run came to its end, 1 if it failed, 2 if the request makes no sense. Resuming is not built.";
+A checkpoint holds weights, optimizer and the place in the data. It is saved at the end, every --save-every steps, when a file
+save-now appears in the output folder, and on SIGINT (Ctrl-C) or SIGTERM, which end the run after the step at hand; a second signal
+ends it at once. --resume goes on from the newest whole one, with the same losses.
+
+Exit status: 0 if the run came to its end or was asked to stop, 1 if it failed, 2 if the request makes no sense.";
 
 /// Trains a Llama on long sequences, over ranks that share each of them.
 ///
@@ -94,6 +98,9 @@ pub struct Args {
     /// share each sequence, data=1,ulysses=RANKS.
     #[arg(long, value_name = "data=N,ulysses=M", value_parser = mesh)]
     pub mesh: Option<MeshShape>,
+    /// Shard weights, gradients and optimizer over all ranks (FSDP); whole weights exist for one block at a time.
+    #[arg(long)]
+    pub fsdp: bool,
     /// How attention runs.
     #[arg(long, value_enum, default_value_t = Scheme::Upipe)]
     pub attention: Scheme,
@@ -115,9 +122,22 @@ pub struct Args {
     /// Only the loss, without training; --batch sequences at a time. Writes nothing unless there is --out.
     #[arg(long)]
     pub eval: bool,
-    /// Where to write; a folder that does not exist or is empty. Default: a new folder under runs/.
+    /// Where to write; a folder that does not exist or is empty, or with one of the next two a run's. Default: a new folder under
+    /// runs/.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Go on with the run in --out from its newest checkpoint, on any mesh. Without a checkpoint there: start.
+    #[arg(long)]
+    pub resume: bool,
+    /// Replace the run in --out.
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Save a checkpoint every N steps, too. Default: at the end, and when asked to.
+    #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub save_every: Option<usize>,
+    /// How many checkpoints stay, the newest ones.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub keep: usize,
     /// Values for any of these, by the same names (seq-len = 8192); what is typed here wins.
     #[arg(long, value_name = "FILE.toml")]
     pub config: Option<PathBuf>,

@@ -5,12 +5,13 @@ use std::fmt;
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_context_parallel::group::Axis;
-use llama::{Llama, precision};
+use llama::precision;
 use serde::Serialize;
 
 use crate::error::Result;
 use crate::plan::Plan;
 use crate::ranks::{micro_batches, number, on_ranks, sum};
+use crate::start::{Ready, Start};
 
 /// What a model makes of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -37,12 +38,18 @@ impl fmt::Display for Evaluation {
 ///
 /// # Memory
 ///
-/// A rank: the weights, and one block's intermediates for B sequences; nothing is kept for a backward pass.
-pub fn evaluate(plan: &Plan, model: Llama, report: impl Fn(usize) + Send + Sync + 'static) -> Result<Evaluation> {
+/// A rank: the weights (under FSDP its shards and one block's), and one block's intermediates for B sequences; nothing is kept for a
+/// backward pass.
+pub fn evaluate(plan: &Plan, start: Start, report: impl Fn(usize) + Send + Sync + 'static) -> Result<Evaluation> {
     let device = Device::flex();
-    on_ranks(plan, model.valid(), &device.clone(), move |plan, model, mesh| {
+    let start = match start {
+        Start::Whole(model) => Start::Whole(Box::new(model.valid())),
+        start => start,
+    };
+    on_ranks(plan, start, &device.clone(), move |plan, Ready { model, fsdp, .. }, mesh| {
         let (world, sequence) = (mesh.world(), mesh.axis(Axis::Ulysses));
-        let model = precision::compute(&model, plan.precision.dtype());
+        // Under FSDP whole weights are rounded as they are gathered.
+        let model = if fsdp.is_some() { model } else { precision::compute(&model, plan.precision.dtype()) };
         let targets = plan.corpus.targets();
         let all: Vec<usize> = (0..plan.corpus.sequences()).collect();
         let mut loss = 0.0;

@@ -5,7 +5,7 @@ use std::fmt;
 use crate::corpus::Corpus;
 use crate::deal::rounds;
 use crate::plan::{LR_MODEL, LR_SCRATCH, ModelSource, OutFolder, Plan, STEPS};
-use crate::values::{DataOrder, Packing, Precision, Schedule, Scheme, Tile};
+use crate::values::{DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Tile};
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -16,10 +16,8 @@ impl fmt::Display for Plan {
         line(
             "model",
             match &self.model {
-                ModelSource::Scratch => {
-                    format!("from scratch, drawn once from seed {} and copied to every rank", self.seed)
-                }
-                ModelSource::Folder(folder) => format!("{}, copied to every rank", folder.display()),
+                ModelSource::Scratch => format!("from scratch, drawn once from seed {}", self.seed),
+                ModelSource::Folder(folder) => folder.display().to_string(),
             },
         )?;
         line(
@@ -70,6 +68,7 @@ impl fmt::Display for Plan {
                 self.layout.padded_len() - self.seq_len
             ),
         )?;
+        line("states", self.states())?;
         line("attention", self.attention())?;
         line(
             "checkpoint",
@@ -115,7 +114,18 @@ impl fmt::Display for Plan {
                 OutFolder::NewUnder(parent) => format!("a new folder under {}", parent.display()),
                 OutFolder::Nowhere => "nothing is written (no --out)".to_owned(),
             },
-        )
+        )?;
+        match self.on_run {
+            OnRun::Refuse => {}
+            OnRun::Resume => {
+                line("", "goes on from the newest checkpoint there, or starts if there is none".to_owned())?
+            }
+            OnRun::Overwrite => line("", "a run that is there is replaced".to_owned())?,
+        }
+        if !self.eval {
+            line("checkpoints", self.checkpoints())?;
+        }
+        Ok(())
     }
 }
 
@@ -242,6 +252,28 @@ impl Plan {
              which adds 0); one mean over the targets of all{idle}",
             if self.eval { "at a time" } else { "of a step" },
             per_step.div_ceil(data),
+        )
+    }
+
+    fn states(&self) -> String {
+        match self.fsdp {
+            true => format!(
+                "1 / {} of weights, gradients and optimizer on each rank; a block's weights are gathered while it computes",
+                self.ranks
+            ),
+            false => "weights, gradients and optimizer whole on each rank (no --fsdp)".to_owned(),
+        }
+    }
+
+    fn checkpoints(&self) -> String {
+        let (every, lost) = match self.save_every {
+            Some(steps) => (format!("every {steps} steps, "), String::new()),
+            None => (String::new(), "; a machine that dies takes all steps with it: see --save-every".to_owned()),
+        };
+        format!(
+            "{every}at the end and on request; the newest {} stay{lost}. To ask: a file save-now in the folder; SIGINT or SIGTERM, \
+             which end the run after the step at hand",
+            self.keep
         )
     }
 

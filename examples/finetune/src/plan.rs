@@ -2,6 +2,7 @@
 //!
 //! S sequence, L = ceil(S / P) local sequence, P ranks of a sequence, B sequences side by side, H query heads, U query heads a stage.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -19,7 +20,7 @@ use crate::order::Order;
 use crate::out;
 use crate::schedule::LearningRate;
 use crate::tokens::{BYTES, Tokens};
-use crate::values::{Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, mesh_word};
+use crate::values::{OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, mesh_word};
 
 /// Where neither --steps nor --epochs says.
 pub(crate) const STEPS: usize = 40;
@@ -77,6 +78,8 @@ pub struct Plan {
     pub ranks: usize,
     /// How they are divided: `data` replicas of `ulysses` ranks, P, that share each sequence.
     pub mesh: MeshShape,
+    /// Whether weights, gradients and optimizer are in shards over all ranks.
+    pub fsdp: bool,
     /// Which tokens each of the P ranks holds.
     pub layout: SequenceLayout,
     /// Which heads each rank holds at each stage, under U-Pipe.
@@ -99,6 +102,12 @@ pub struct Plan {
     pub eval: bool,
     /// Where results go.
     pub out: OutFolder,
+    /// What becomes of a run that is there.
+    pub on_run: OnRun,
+    /// Steps between checkpoints, beside those that are saved in any case.
+    pub save_every: Option<usize>,
+    /// Checkpoints that stay.
+    pub keep: NonZeroUsize,
     /// What was typed, for the reasons.
     args: Args,
 }
@@ -111,9 +120,14 @@ impl Plan {
     /// What is wrong with the arguments, the text or the model's folder, all with [`Error::exit_code`] 2.
     pub fn new(args: &Args) -> Result<Self> {
         let (mesh, ranks) = mesh(args)?;
+        let on_run = on_run(args)?;
         let out = match &args.out {
             Some(path) => {
-                out::check(path)?;
+                out::check(path, on_run)?;
+                if on_run == OnRun::Overwrite {
+                    out::expect_apart(path, args.model.iter().map(|model| ("--model", model)))?;
+                    out::expect_apart(path, args.data.iter().map(|data| ("--data", data)))?;
+                }
                 OutFolder::Given(path.clone())
             }
             None if args.eval => OutFolder::Nowhere,
@@ -163,6 +177,7 @@ impl Plan {
             order,
             ranks,
             mesh,
+            fsdp: args.fsdp,
             layout,
             schedule,
             parallel,
@@ -174,6 +189,9 @@ impl Plan {
             seed: args.seed,
             eval: args.eval,
             out,
+            on_run,
+            save_every: args.save_every,
+            keep: NonZeroUsize::new(args.keep).unwrap_or(NonZeroUsize::MIN),
             args: args.clone(),
         })
     }
@@ -182,6 +200,26 @@ impl Plan {
     pub fn args(&self) -> &Args {
         &self.args
     }
+}
+
+fn on_run(args: &Args) -> Result<OnRun> {
+    let on_run = match (args.resume, args.overwrite) {
+        (false, false) => return Ok(OnRun::Refuse),
+        (true, true) => {
+            let remedy = "--resume goes on with the run in --out, --overwrite replaces it: use one of them";
+            return Err(Error::input("--resume and --overwrite together", remedy));
+        }
+        (true, false) => OnRun::Resume,
+        (false, true) => OnRun::Overwrite,
+    };
+    let name = if args.resume { "--resume" } else { "--overwrite" };
+    if args.out.is_none() {
+        return Err(Error::input(format!("{name} without --out"), "name the run's folder: --out runs/0001"));
+    }
+    if args.resume && args.eval {
+        return Err(Error::input("--resume with --eval", "an evaluation starts anew each time: leave --resume out"));
+    }
+    Ok(on_run)
 }
 
 /// The degrees, and how many ranks they make.
@@ -409,6 +447,13 @@ mod tests {
         "2 sequences of a step are dealt in turn, up to 1 each, in 1 micro-"
     )]
     #[case("--seq-len 64 --mesh data=3 --batch 2", "1 replicas have none: use data=2")]
+    #[case("--fsdp", "1 / 4 of weights, gradients and optimizer on each rank")]
+    #[case("", "whole on each rank (no --fsdp)")]
+    #[case(
+        "",
+        "checkpoints  at the end and on request; the newest 2 stay; a machine that dies takes all steps with it: see"
+    )]
+    #[case("--save-every 7 --keep 3", "checkpoints  every 7 steps, at the end and on request; the newest 3 stay")]
     #[case("--seq-len 64 --mesh data=2 --batch 2 --eval", "loss over all sequences, 4 at a time")]
     #[case("--seq-len 64 --sequences 3 --batch 2 --eval", "loss over all sequences, 2 at a time")]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]

@@ -27,6 +27,17 @@ pub enum Switch {
     Off,
 }
 
+/// What becomes of a run that is in the output folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnRun {
+    /// It stays, and nothing starts.
+    Refuse,
+    /// It goes on.
+    Resume,
+    /// It is replaced.
+    Overwrite,
+}
+
 /// How text becomes token ids.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokensFrom {
