@@ -13,7 +13,7 @@ use crate::config::LlamaConfig;
 use crate::error::{LlamaError, Result};
 use crate::files::SafetensorsHeader;
 use crate::load::{CONFIG, LoadReport, expected_names};
-use crate::names::{hf_name, is_transposed};
+use crate::names::{hf_name, is_transposed, parameters};
 use crate::save::{REMEDY, write_config};
 use crate::shards::{self, WEIGHTS};
 
@@ -54,10 +54,11 @@ impl FolderWeights {
         let device = device.clone().inner();
         let config = LlamaConfig::read(&folder.join(CONFIG))?;
         let found = shards::find(folder)?;
-        let report = expected_names(&config, &device, found.tensors)?;
+        let mut report = expected_names(&config, &device, found.tensors)?;
         if !report.is_complete() {
             return Err(LlamaError::Mismatch { path: found.named, report: Box::new(report) });
         }
+        report.applied = parameters(&config, &device)?.into_iter().collect();
         let (mut files, mut tensors) = (Vec::new(), BTreeMap::new());
         for path in found.paths {
             tensors.extend(SafetensorsHeader::read(&path)?.tensors.into_iter().map(|name| (name, files.len())));

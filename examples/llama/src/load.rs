@@ -173,9 +173,7 @@ pub fn load_as(folder: &Path, parallel: &ParallelConfig, device: &Device, dtype:
 
 /// What a folder's tensors are by name alone, before any is read.
 pub(crate) fn expected_names(config: &LlamaConfig, device: &Device, found: BTreeSet<String>) -> Result<LoadReport> {
-    let expected = parameters(config, device)?;
-    let applied = expected.intersection(&found).cloned().collect();
-    Ok(LoadReport { applied, ..compare(config, expected, found) })
+    Ok(compare(config, parameters(config, device)?, found))
 }
 
 /// What the files together had.
