@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use burn::module::{Module, Param, Reparameterizer};
+use burn::module::{Module, ModuleVisitor, Param, Reparameterizer};
 use burn::tensor::{Tensor, TensorData};
 
-use super::gather::Gather;
+use super::gather::{Gather, found};
 use super::placement::Placement;
 use super::{Fsdp, Shared, lock};
 use crate::group::ProcessGroup;
@@ -51,7 +51,10 @@ impl Fsdp {
         model: M,
         source: impl FnMut(&str, &[usize]) -> Result<Option<TensorData>>,
     ) -> Result<M> {
-        if super::Unit::of(&model).is_managed() {
+        // Without a look at values, which would draw them.
+        struct Pass;
+        impl ModuleVisitor for Pass {}
+        if found(|| model.visit(&mut Pass)).is_some() {
             return Err(Error::invalid("Fsdp::shard", "the module is sharded already", "shard a module once"));
         }
         let mut error = None;
@@ -147,7 +150,8 @@ impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Sharder<'_, S> {
         expected[0] = Some(len);
         let mut parts = shared.world.all_to_all_uneven(parts, &expected)?;
         let shard = parts[0].take().expect("the first rank sends to all");
-        let shard = shard.reshape(placement.shard_shape::<D>());
+        // What came may be the first rank's memory.
+        let shard = if first { shard } else { own(shard) }.reshape(placement.shard_shape::<D>());
         Ok((shard, Some(Arc::new(placement))))
     }
 

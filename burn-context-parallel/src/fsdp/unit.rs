@@ -80,11 +80,6 @@ impl Unit {
         self.entries.iter().any(|entry| entry.shard.is_some())
     }
 
-    /// Whether the module has been sharded, even if all its parameters stayed whole.
-    pub(super) fn is_managed(&self) -> bool {
-        self.shared.is_some()
-    }
-
     pub(super) fn sharded(&self) -> impl Iterator<Item = (&Entry, &Arc<Placement>, &Tensor<1>)> {
         self.entries.iter().filter_map(|entry| entry.shard.as_ref().map(|(placement, flat)| (entry, placement, flat)))
     }
