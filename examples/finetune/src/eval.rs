@@ -5,6 +5,7 @@ use std::fmt;
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_context_parallel::group::Axis;
+use burn_upipe::learner::training::Holding;
 use llama::precision;
 use serde::Serialize;
 
@@ -46,10 +47,13 @@ pub fn evaluate(plan: &Plan, start: Start, report: impl Fn(usize) + Send + Sync 
         Start::Whole(model) => Start::Whole(Box::new(model.valid())),
         start => start,
     };
-    on_ranks(plan, start, &device.clone(), move |plan, Ready { model, fsdp, .. }, mesh| {
+    on_ranks(plan, start, &device.clone(), move |plan, Ready { model, holding, .. }, mesh| {
         let (world, sequence) = (mesh.world(), mesh.axis(Axis::Ulysses));
         // Under FSDP whole weights are rounded as they are gathered.
-        let model = if fsdp.is_some() { model } else { precision::compute(&model, plan.precision.dtype()) };
+        let model = match holding {
+            Holding::Sharded(_) => model,
+            Holding::Whole(_) => precision::compute(&model, plan.precision.dtype()),
+        };
         let targets = plan.corpus.targets();
         let all: Vec<usize> = (0..plan.corpus.sequences()).collect();
         let mut loss = 0.0;

@@ -59,7 +59,6 @@ mod resume;
 mod saving;
 mod schedule;
 mod start;
-mod state;
 mod template;
 mod tokens;
 mod train;

@@ -1,18 +1,19 @@
 //! When a run is saved, and what beside its tensors.
 
+use std::path::PathBuf;
+
 use burn::optim::Optimizer;
 use burn_context_parallel::fsdp::ShardedOptimizer;
 use burn_context_parallel::group::Mesh;
 use burn_upipe::learner::checkpoint::{CheckpointError, Checkpoints, RunState};
 use burn_upipe::learner::stop::{Decision, SaveNow, Stop};
+use burn_upipe::learner::training::{Holding, optimizer_scalars, pieces};
 use llama::Llama;
 use serde_json::json;
-use std::path::PathBuf;
 
 use crate::config;
 use crate::plan::Plan;
 use crate::resume;
-use crate::state::{Places, pieces};
 use crate::values::word;
 
 /// Where a training is saved, and who may ask for it.
@@ -55,11 +56,11 @@ impl Saving {
         plan: &Plan,
         model: &Llama,
         optimizer: &ShardedOptimizer<O>,
-        places: Places<'_>,
+        holding: &Holding,
+        mesh: &Mesh,
         done: Done,
         weights_saved: bool,
     ) -> Result<PathBuf, CheckpointError> {
-        let (pieces, scalars) = pieces(model, optimizer, places);
         let order = &plan.order;
         let state = RunState {
             step: done.steps as u64,
@@ -75,9 +76,9 @@ impl Saving {
                 "text": resume::text(plan),
                 "weights_saved": weights_saved,
             }),
-            optimizer: scalars,
+            optimizer: optimizer_scalars(model, optimizer),
             config: config::resolved(plan),
         };
-        self.checkpoints.save(places.world, pieces, &state)
+        self.checkpoints.save(mesh.world(), pieces(model, optimizer, holding), &state)
     }
 }

@@ -6,12 +6,12 @@ use burn_context_parallel::Error as CoreError;
 use burn_context_parallel::fsdp::{Fsdp, FsdpConfig};
 use burn_context_parallel::group::{Axis, Mesh};
 use burn_upipe::learner::checkpoint::Checkpoint;
+use burn_upipe::learner::training::Holding;
 use llama::{FolderWeights, Llama, LlamaError, LoadReport, load_as, not_finite};
 
 use crate::error::{Error, Result};
 use crate::plan::{ModelSource, Plan};
 use crate::ranks::RankResult;
-use crate::state::{Places, load_model};
 use crate::values::Precision;
 
 /// What every rank starts from.
@@ -74,9 +74,9 @@ fn infinite(folder: &std::path::Path, name: &str) -> Error {
 /// A rank's model.
 pub(crate) struct Ready {
     pub model: Llama,
-    /// Where its parameters are shards.
-    pub fsdp: Option<Fsdp>,
-    /// What else there is of it.
+    /// Whether its parameters are shards.
+    pub holding: Holding,
+    /// Where its values, and those of its optimizer, are to be taken from.
     pub checkpoint: Option<Box<Checkpoint>>,
 }
 
@@ -92,24 +92,27 @@ impl Start {
 
     /// This rank's model. Every rank calls it.
     pub(crate) fn on_rank(&self, plan: &Plan, copy: Option<Llama>, mesh: &Mesh, device: &Device) -> RankResult<Ready> {
-        let fsdp = match plan.fsdp {
-            true => Some(Fsdp::new(mesh, &Axis::ALL, fsdp_config(plan.precision))?),
-            false => None,
+        let holding = match plan.fsdp {
+            true => Holding::Sharded(Fsdp::new(mesh, &Axis::ALL, fsdp_config(plan.precision))?),
+            false => Holding::Whole(mesh.world().clone()),
         };
         let undrawn = || Llama::undrawn(&plan.config, &plan.parallel, device);
-        let (model, checkpoint) = match (self, &fsdp, copy) {
-            (Self::Checkpoint(checkpoint), ..) => {
-                let places = Places { fsdp: fsdp.as_ref(), world: mesh.world() };
-                (load_model(checkpoint, undrawn()?, places)?, Some(checkpoint.clone()))
-            }
-            (_, Some(fsdp), Some(copy)) => (fsdp.shard(copy)?, None),
-            (_, Some(fsdp), None) => (sharded(plan, undrawn()?, fsdp, device)?, None),
-            (_, None, Some(copy)) => (copy, None),
-            (_, None, None) => {
+        let checkpoint = match self {
+            Self::Checkpoint(checkpoint) => Some(checkpoint.clone()),
+            _ => None,
+        };
+        let model = match (&holding, copy) {
+            (Holding::Sharded(fsdp), Some(copy)) => fsdp.shard(copy)?,
+            // Whatever is drawn here gives way to what was saved.
+            (Holding::Sharded(fsdp), None) if checkpoint.is_some() => fsdp.shard(undrawn()?)?,
+            (Holding::Sharded(fsdp), None) => sharded(plan, undrawn()?, fsdp, device)?,
+            (Holding::Whole(_), Some(copy)) => copy,
+            (Holding::Whole(_), None) if checkpoint.is_some() => undrawn()?,
+            (Holding::Whole(_), None) => {
                 return Err(CoreError::invalid("finetune", "shards without FSDP", "start from whole weights").into());
             }
         };
-        Ok(Ready { model, fsdp, checkpoint })
+        Ok(Ready { model, holding, checkpoint })
     }
 }
 

@@ -13,6 +13,7 @@ use burn_context_parallel::fsdp::{Fsdp, ShardedOptimizer, StatePlace};
 use burn_context_parallel::group::{Axis, Mesh};
 use burn_upipe::learner::checkpoint::CheckpointError;
 use burn_upipe::learner::stop::Decision;
+use burn_upipe::learner::training::{Holding, restore};
 use burn_upipe::profile::heap;
 use llama::{Llama, adamw_rule, clip_grad_norm, precision};
 
@@ -22,8 +23,7 @@ use crate::plan::Plan;
 use crate::ranks::{RankResult, micro_batches, number, on_ranks, sum};
 use crate::saving::{Done, Saving};
 use crate::start::{Ready, Start};
-use crate::state::{Places, load_optimizer};
-use crate::weights::{broken, save};
+use crate::weights::{agree, broken, save};
 
 /// Why training stopped before its last step.
 #[derive(Clone, Debug, PartialEq)]
@@ -108,7 +108,7 @@ pub fn train(
     let (report, saving) = (Mutex::new(report), Arc::new(saving));
     on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
         let report = |event| (report.lock().unwrap_or_else(PoisonError::into_inner))(event);
-        Rank { plan, mesh, saving: &saving, device: &device, fsdp: ready.fsdp.clone() }.train(ready, report)
+        Rank { plan, mesh, saving: &saving, device: &device, holding: ready.holding.clone() }.train(ready, report)
     })
 }
 
@@ -118,7 +118,7 @@ struct Rank<'a> {
     mesh: &'a Mesh,
     saving: &'a Saving,
     device: &'a Device,
-    fsdp: Option<Fsdp>,
+    holding: Holding,
 }
 
 impl Rank<'_> {
@@ -129,12 +129,12 @@ impl Rank<'_> {
         let mut optimizer = ShardedOptimizer::new(adamw_rule(plan.weight_decay as f32), StatePlace::Device);
         let mut done = Done::default();
         if let Some(checkpoint) = &ready.checkpoint {
-            load_optimizer(checkpoint, &model, &mut optimizer, self.places(), self.device)?;
+            model = restore(model, &mut optimizer, &self.holding, checkpoint)?;
             let state = checkpoint.state();
             done = Done { steps: state.step as usize, tokens: state.tokens_seen, targets: state.valid_tokens_seen };
         }
         // With the number of steps behind them. A model is not copied by this: its tensors are shared until a step makes new ones.
-        let keeps = first || self.fsdp.is_some();
+        let keeps = first || self.fsdp().is_some();
         let mut good = keeps.then(|| (done.steps, model.valid()));
         let mut last = (f64::NAN, f64::NAN);
         while done.steps < plan.steps {
@@ -178,7 +178,7 @@ impl Rank<'_> {
             if decision == Decision::Continue {
                 continue;
             }
-            if let Some(name) = broken(&model, self.places())? {
+            if let Some(name) = broken(&model, &self.holding)? {
                 return self.halted(good, done.steps, last, Some(name));
             }
             let saved = self.checkpoint(&model, &optimizer, done, false, &report)?;
@@ -188,18 +188,21 @@ impl Rank<'_> {
             }
         }
         // No loss speaks for what the last step made.
-        if let Some(name) = broken(&model, self.places())? {
+        if let Some(name) = broken(&model, &self.holding)? {
             return self.halted(good, done.steps, last, Some(name));
         }
         drop(good);
-        let weights = save(&model.valid(), plan, &self.saving.out, self.places())?;
+        let weights = save(&model.valid(), plan, &self.saving.out, &self.holding)?;
         let weights_saved = weights.as_ref().is_some_and(Result::is_ok);
         let checkpoint = self.checkpoint(&model, &optimizer, done, weights_saved, &report)?;
         Ok(Trained { steps: done.steps, stopped: false, halt: None, weights, checkpoint: Some(checkpoint) })
     }
 
-    fn places(&self) -> Places<'_> {
-        Places { fsdp: self.fsdp.as_ref(), world: self.mesh.world() }
+    fn fsdp(&self) -> Option<&Fsdp> {
+        match &self.holding {
+            Holding::Sharded(fsdp) => Some(fsdp),
+            Holding::Whole(_) => None,
+        }
     }
 
     /// Saves, and says so. An error is the world's end only if the world has failed.
@@ -211,7 +214,7 @@ impl Rank<'_> {
         weights_saved: bool,
         report: &impl Fn(Event) -> Result<()>,
     ) -> RankResult<std::result::Result<PathBuf, CheckpointError>> {
-        let saved = self.saving.save(self.plan, model, optimizer, self.places(), done, weights_saved);
+        let saved = self.saving.save(self.plan, model, optimizer, &self.holding, self.mesh, done, weights_saved);
         if let Err(CheckpointError::Group(error)) = saved {
             return Err(error.into());
         }
@@ -239,15 +242,14 @@ impl Rank<'_> {
         name: Option<String>,
     ) -> RankResult<Trained> {
         // A weight that no token of a step uses does not show in its loss. Ranks that keep nothing ask along.
-        let nothing = good.as_ref().map(|(_, model)| model);
-        let fine = match (nothing, &self.fsdp) {
-            (Some(model), _) => broken(model, self.places())?.is_none(),
-            (None, _) => crate::weights::agree(None, self.mesh.world())?.is_none(),
+        let found = match &good {
+            Some((_, model)) => broken(model, &self.holding)?,
+            None => agree(None, self.mesh.world())?,
         };
-        let good = good.filter(|_| fine);
+        let good = good.filter(|_| found.is_none());
         let kept = good.as_ref().map(|(steps, _)| *steps);
         let weights = match &good {
-            Some((_, model)) => save(model, self.plan, &self.saving.out, self.places())?,
+            Some((_, model)) => save(model, self.plan, &self.saving.out, &self.holding)?,
             None => None,
         };
         let halt = Some(Halt { step, loss, grad_norm, broken: name, kept });
@@ -257,7 +259,7 @@ impl Rank<'_> {
     /// A step's gradients, summed over ranks and clipped, and their norm.
     fn whole(&self, grads: GradientsParams, model: &Llama) -> RankResult<(GradientsParams, f64)> {
         let max_norm = self.plan.clip.unwrap_or(f64::INFINITY);
-        Ok(match &self.fsdp {
+        Ok(match self.fsdp() {
             Some(fsdp) => fsdp.clip_grad_norm(fsdp.finish(grads, model)?, model, max_norm)?,
             None => {
                 let world = self.mesh.world();
@@ -268,12 +270,12 @@ impl Rank<'_> {
 
     /// The loss of a step, one mean over the targets of all its micro-batches and ranks, and this rank's part of its gradients.
     fn gradients(&self, model: &Llama, sequences: &[usize]) -> RankResult<(f64, GradientsParams)> {
-        let Self { plan, mesh, device, fsdp, .. } = self;
+        let Self { plan, mesh, device, .. } = self;
         let targets = plan.corpus.targets_of(sequences);
         let sequence = mesh.axis(Axis::Ulysses);
         // Rounded anew each step: what an update adds gathers in f32, however small it is. Under FSDP whole weights are rounded as they
         // are gathered.
-        let compute = match fsdp {
+        let compute = match self.fsdp() {
             Some(fsdp) => {
                 fsdp.begin(model);
                 model.clone()

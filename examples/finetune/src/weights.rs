@@ -5,18 +5,21 @@ use std::path::{Path, PathBuf};
 use burn::tensor::{DType, TensorData};
 use burn_context_parallel::Result as CoreResult;
 use burn_context_parallel::group::ProcessGroup;
+use burn_upipe::learner::training::Holding;
 use llama::{FolderWriter, Llama, not_finite};
 
 use crate::error::{Error, Result};
 use crate::out;
 use crate::plan::{ModelSource, Plan};
-use crate::state::Places;
 
 /// The first weight that is not finite, the same answer on every rank. Every rank calls it.
-pub(crate) fn broken(model: &Llama, places: Places<'_>) -> CoreResult<Option<String>> {
-    // What is not sharded is the same everywhere: one rank looks.
-    let looks = places.fsdp.is_some() || places.world.rank() == 0;
-    agree(looks.then(|| not_finite(model)).flatten(), places.world)
+pub(crate) fn broken(model: &Llama, holding: &Holding) -> CoreResult<Option<String>> {
+    let (world, looks) = match holding {
+        // The same everywhere: one rank looks.
+        Holding::Whole(world) => (world, world.rank() == 0),
+        Holding::Sharded(fsdp) => (fsdp.world(), true),
+    };
+    agree(looks.then(|| not_finite(model)).flatten(), world)
 }
 
 /// What the first rank that found something found.
@@ -37,12 +40,12 @@ pub(crate) fn agree(found: Option<String>, world: &ProcessGroup) -> CoreResult<O
 /// # Memory
 ///
 /// Under FSDP one whole parameter on the first rank.
-pub(crate) fn save(model: &Llama, plan: &Plan, out: &Path, places: Places<'_>) -> CoreResult<Option<Result<PathBuf>>> {
+pub(crate) fn save(model: &Llama, plan: &Plan, out: &Path, holding: &Holding) -> CoreResult<Option<Result<PathBuf>>> {
     let folder = out::weights(out);
-    let first = places.world.rank() == 0;
-    let saved = match places.fsdp {
-        None => first.then(|| model.save(&folder)),
-        Some(fsdp) => {
+    let saved = match holding {
+        Holding::Whole(world) => (world.rank() == 0).then(|| model.save(&folder)),
+        Holding::Sharded(fsdp) => {
+            let first = fsdp.world().rank() == 0;
             let shapes = fsdp.whole_shapes(model);
             let mut writer = first.then(|| FolderWriter::create(&folder, model.config(), shapes));
             fsdp.each_whole(model, |path, value| {

@@ -197,7 +197,10 @@ fn who_stops_listening_does_not_stop_the_run() {
     drop(run.stdout.take());
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    assert_eq!(listing(&folder.path().join("out")), ["checkpoints", "config.toml", "loss.svg", "metrics.csv", "model", "plan.txt"]);
+    assert_eq!(
+        listing(&folder.path().join("out")),
+        ["checkpoints", "config.toml", "loss.svg", "metrics.csv", "model", "plan.txt"]
+    );
     assert_eq!(losses(&folder.path().join("out/metrics.csv")).len(), 2);
 }
 
