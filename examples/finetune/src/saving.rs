@@ -33,6 +33,8 @@ pub(crate) struct Done {
     pub steps: usize,
     pub tokens: u64,
     pub targets: u64,
+    /// Whether its weights are in their folder.
+    pub weights: bool,
 }
 
 impl Saving {
@@ -59,7 +61,6 @@ impl Saving {
         holding: &Holding,
         mesh: &Mesh,
         done: Done,
-        weights_saved: bool,
     ) -> Result<PathBuf, CheckpointError> {
         let order = &plan.order;
         let state = RunState {
@@ -74,7 +75,7 @@ impl Saving {
                 "epoch": done.steps / order.steps_per_epoch(),
                 "sequence": done.steps % order.steps_per_epoch() * order.per_step,
                 "text": resume::text(plan),
-                "weights_saved": weights_saved,
+                "weights_saved": done.weights,
             }),
             optimizer: optimizer_scalars(model, optimizer),
             config: config::resolved(plan),

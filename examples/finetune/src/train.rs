@@ -131,7 +131,12 @@ impl Rank<'_> {
         if let Some(checkpoint) = &ready.checkpoint {
             model = restore(model, &mut optimizer, &self.holding, checkpoint)?;
             let state = checkpoint.state();
-            done = Done { steps: state.step as usize, tokens: state.tokens_seen, targets: state.valid_tokens_seen };
+            done = Done {
+                steps: state.step as usize,
+                tokens: state.tokens_seen,
+                targets: state.valid_tokens_seen,
+                weights: false,
+            };
         }
         // With the number of steps behind them. A model is not copied by this: its tensors are shared until a step makes new ones.
         let keeps = first || self.fsdp().is_some();
@@ -181,7 +186,7 @@ impl Rank<'_> {
             if let Some(name) = broken(&model, &self.holding)? {
                 return self.halted(good, done.steps, last, Some(name));
             }
-            let saved = self.checkpoint(&model, &optimizer, done, false, &report)?;
+            let saved = self.checkpoint(&model, &optimizer, done, &report)?;
             if decision == Decision::SaveAndStop {
                 let stopped = Trained { steps: done.steps, stopped: true, halt: None, weights: None, checkpoint: None };
                 return Ok(Trained { checkpoint: Some(saved), ..stopped });
@@ -193,8 +198,8 @@ impl Rank<'_> {
         }
         drop(good);
         let weights = save(&model.valid(), plan, &self.saving.out, &self.holding)?;
-        let weights_saved = weights.as_ref().is_some_and(Result::is_ok);
-        let checkpoint = self.checkpoint(&model, &optimizer, done, weights_saved, &report)?;
+        done.weights = weights.as_ref().is_some_and(Result::is_ok);
+        let checkpoint = self.checkpoint(&model, &optimizer, done, &report)?;
         Ok(Trained { steps: done.steps, stopped: false, halt: None, weights, checkpoint: Some(checkpoint) })
     }
 
@@ -211,10 +216,9 @@ impl Rank<'_> {
         model: &Llama,
         optimizer: &ShardedOptimizer<AdamW>,
         done: Done,
-        weights_saved: bool,
         report: &impl Fn(Event) -> Result<()>,
     ) -> RankResult<std::result::Result<PathBuf, CheckpointError>> {
-        let saved = self.saving.save(self.plan, model, optimizer, &self.holding, self.mesh, done, weights_saved);
+        let saved = self.saving.save(self.plan, model, optimizer, &self.holding, self.mesh, done);
         if let Err(CheckpointError::Group(error)) = saved {
             return Err(error.into());
         }

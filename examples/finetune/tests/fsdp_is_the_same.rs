@@ -71,7 +71,6 @@ fn difference(a: &Path, b: &Path) -> f32 {
 fn losses_norms_and_weights_are_those_without_shards(#[case] mesh: &str, #[case] model: &str) {
     let folder = tempfile::tempdir().unwrap();
     let [whole, shards] = ["whole", "shards"].map(|name| folder.path().join(name));
-    // The first step's rate is 0: what differs between two runs of Adam is not blown up by a moment of almost 0.
     let common = format!("{model} --batch 1 --accumulate 5 --steps 5 --lr 1e-3 --clip 1.0");
     let expected = finetune(&whole, &format!("{common} --attention single"));
     let found = finetune(&shards, &format!("{common} {mesh} --fsdp"));

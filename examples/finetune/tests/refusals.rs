@@ -212,7 +212,7 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--save-every 0", "invalid value '0' for '--save-every", "give a whole number from 1")]
 #[case("--keep 0", "invalid value '0' for '--keep", "give a whole number from 1")]
 #[case("--keep -1", "invalid value '-1' for '--keep", "give a whole number from 1")]
-#[case("--config flag.toml", "--config flag.toml: fsdp is neither true nor false", "use true")]
+#[case("--config flag.toml", "--config flag.toml:1: fsdp is neither true nor false", "use true")]
 #[case("--model wide --fsdp --data abc.txt", "where config.json says", "use the config.json that was saved")]
 #[case("--model deep --fsdp --data abc.txt", "missing: model.layers.2", "use the config.json that was saved")]
 #[case("--model garbage --fsdp --data abc.txt", "garbage/model.safetensors: ", "download or save it again")]

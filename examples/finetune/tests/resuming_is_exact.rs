@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -335,6 +335,9 @@ fn a_run_that_would_be_another_one_is_refused_and_stays(
         said(finetune(&folder.path().join("out"), "--ranks 2 --steps 4"));
         folder
     });
+    // One at a time: a run that is being looked at is locked.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let out = FINISHED.path().join("out");
     let before = contents(&out);
     let output = finetune(&out, &format!("--ranks 2 {args}"));
@@ -403,6 +406,45 @@ fn a_run_that_is_at_work_is_left_alone() {
     until("it goes on", || rows(&out).len() > before + 2);
     child.kill().unwrap();
     child.wait().unwrap();
+}
+
+/// An evaluation in place of a training: of that nothing stays.
+#[test]
+fn an_evaluation_overwrites_a_training() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    said(finetune(&out, "--ranks 2 --steps 1"));
+    said(finetune(&out, "--ranks 2 --eval --overwrite"));
+    let mut names: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["config.toml", "eval.json", "plan.txt"]);
+    // A training may begin where only an evaluation is.
+    let text = said(finetune(&out, "--ranks 2 --steps 1 --resume"));
+    assert!(text.contains("no checkpoint in"), "{text}");
+}
+
+/// What cannot be saved is said, and what was reached is not thrown away for it.
+#[test]
+fn a_run_that_cannot_be_saved_goes_on_to_its_weights_and_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let [whole, out] = ["whole", "out"].map(|name| folder.path().join(name));
+    said(finetune(&whole, "--ranks 2 --steps 3"));
+    said(finetune(&out, "--ranks 2 --steps 1"));
+    // A file where a folder is to be made, or removed.
+    let in_the_way = out.join("checkpoints/.step-0000000002.partial");
+    fs::write(&in_the_way, "").unwrap();
+    let output = finetune(&out, "--ranks 2 --steps 3 --save-every 1 --resume");
+    let [text, stderr] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    assert_eq!(output.status.code(), Some(1), "{stderr}{text}");
+    assert!(text.contains("NO checkpoint after step 2: ") && text.contains("NO checkpoint after step 3: "), "{text}");
+    assert!(stderr.starts_with("error: checkpoint not saved: "), "{stderr}");
+    assert_eq!(rows(&out), rows(&whole));
+    assert!(weights(&out) == weights(&whole));
+    assert_eq!(checkpoints(&out), ["step-0000000001"]);
+    fs::remove_file(in_the_way).unwrap();
+    said(finetune(&out, "--ranks 2 --steps 3 --resume"));
+    assert_eq!(rows(&out), rows(&whole));
+    assert_eq!(checkpoints(&out), ["step-0000000001", "step-0000000003"]);
 }
 
 /// What is not a run's is never removed.
