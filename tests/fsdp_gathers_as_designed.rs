@@ -95,7 +95,8 @@ fn checkpointed_blocks_are_gathered_twice_and_reduced_once(
     }
     let (table, (block, parameters), head) = elements();
     let layers = LAYERS as usize;
-    let bytes = gather_bytes(table, RANKS, 4) + 2 * layers * gather_bytes(block, RANKS, 4) + 2 * gather_bytes(head, RANKS, 4);
+    let bytes =
+        gather_bytes(table, RANKS, 4) + 2 * layers * gather_bytes(block, RANKS, 4) + 2 * gather_bytes(head, RANKS, 4);
     assert_eq!(gathered, micro_batches * bytes as u64);
     let bytes = reduce_bytes(table, 1, RANKS, 4)
         + layers * reduce_bytes(block, parameters, RANKS, 4)

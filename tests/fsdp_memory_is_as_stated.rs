@@ -102,8 +102,7 @@ fn memory_is_as_stated() {
         for prefetch in [false, true] {
             let peaks = on_ranks(ranks, move |world| rank(&world, FsdpConfig::new().with_prefetch(prefetch)));
             let worst = |of: fn(&Peaks) -> usize| peaks.iter().map(of).max().expect("ranks");
-            let (creating, training, resting) =
-                (worst(|p| p.creating), worst(|p| p.training), worst(|p| p.resting));
+            let (creating, training, resting) = (worst(|p| p.creating), worst(|p| p.training), worst(|p| p.resting));
             println!(
                 "{ranks} ranks, prefetch {prefetch}: creating {creating}, resting {resting}, training {training}, whole states {states}"
             );

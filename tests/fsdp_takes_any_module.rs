@@ -226,9 +226,8 @@ fn in_bf16_shards_and_sums_stay_f32(#[values(1, 2)] ranks: usize) {
         let device = Device::flex().autodiff();
         filled(Checkpointed::new(LinearConfig::new(5, 6).init(&device)), 5, DType::F32, 0.5)
     }
-    let input = |rank: usize, dtype: DType| {
-        tensor::<2>(&values(rank as u64 + 1, &[2, 5]), dtype, &Device::flex().autodiff())
-    };
+    let input =
+        |rank: usize, dtype: DType| tensor::<2>(&values(rank as u64 + 1, &[2, 5]), dtype, &Device::flex().autodiff());
     let loss = |model: &Checkpointed<Linear>, x: Tensor<2>| {
         model.forward(x, |linear, x| linear.forward(x)).cast(DType::F32).powf_scalar(2.0).sum()
     };

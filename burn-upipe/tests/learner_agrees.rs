@@ -8,8 +8,8 @@ use burn::tensor::Device;
 use burn_context_parallel::fsdp::FsdpConfig;
 use burn_context_parallel::group::MeshShape;
 use burn_upipe::learner::{ContextParallelStrategy, Sharded};
-use tiny::{Recipe, Tiny, Trained, largest_difference, loader, rows, weights};
 use rstest::rstest;
+use tiny::{Recipe, Tiny, Trained, largest_difference, loader, rows, weights};
 
 const LEN: usize = 21; // no number of ranks here divides it
 
@@ -68,10 +68,8 @@ fn losses_and_weights_are_those_of_one_device(#[case] data: usize, #[case] ulyss
 fn accumulated_micro_batches_are_one_batch(#[case] data: usize, #[case] ulysses: usize, #[case] micro: usize) {
     // 18 rows: the last step has two.
     let one = one_device(&Recipe::sgd(loader(rows(18, LEN), 4)));
-    let recipe = Recipe {
-        accumulate: NonZeroUsize::new(micro),
-        ..Recipe::sgd(loader(rows(18, LEN), 4 / (data * micro)))
-    };
+    let recipe =
+        Recipe { accumulate: NonZeroUsize::new(micro), ..Recipe::sgd(loader(rows(18, LEN), 4 / (data * micro))) };
     let many = recipe.run(Tiny::new(&device()), Some(mesh(data, ulysses).into()), |training| training);
     assert!(many.result.error.is_none(), "{:?}", many.result.error);
     assert_same(&one, &many.train, &many.valid, &weights(&many.result.model));

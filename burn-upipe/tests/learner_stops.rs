@@ -15,8 +15,8 @@ use burn::train::{EarlyStoppingStrategy, Interrupter, TrainingError};
 use burn_context_parallel::fsdp::FsdpConfig;
 use burn_context_parallel::group::{LaunchConfig, MeshShape};
 use burn_upipe::learner::{ContextParallelStrategy, SequenceBatch, Sharded};
-use tiny::{Fault, FaultKind, Loader, Recipe, Tiny, largest_difference, loader, rows, weights};
 use rstest::rstest;
+use tiny::{Fault, FaultKind, Loader, Recipe, Tiny, largest_difference, loader, rows, weights};
 
 fn mesh(data: usize, ulysses: usize) -> ContextParallelStrategy {
     let limits = LaunchConfig::new(1).with_timeout(Duration::from_secs(60)).with_grace(Duration::from_secs(20));
@@ -99,7 +99,8 @@ fn a_rank_that_fails_ends_training_with_its_rank_and_reason(#[case] kind: FaultK
     }
     // Two steps were whole, and the model is that of the second.
     assert!(trained.train.len() >= 2 && trained.result.interrupted.is_none());
-    let two = Recipe::sgd(loader(rows(4, 12), 1)).run(Tiny::new(&device()), Some(mesh(2, 2).into()), |training| training);
+    let two =
+        Recipe::sgd(loader(rows(4, 12), 1)).run(Tiny::new(&device()), Some(mesh(2, 2).into()), |training| training);
     assert_eq!(largest_difference(&weights(&two.result.model), &weights(&trained.result.model)), 0.0);
 }
 

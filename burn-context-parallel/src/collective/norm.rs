@@ -55,7 +55,12 @@ pub(crate) fn check(max_norm: f64) -> Result<()> {
 }
 
 /// Gradients of that norm, clipped.
-pub(crate) fn scaled<M: Module>(grads: GradientsParams, module: &M, max_norm: f64, norm: f64) -> (GradientsParams, f64) {
+pub(crate) fn scaled<M: Module>(
+    grads: GradientsParams,
+    module: &M,
+    max_norm: f64,
+    norm: f64,
+) -> (GradientsParams, f64) {
     if !norm.is_finite() || norm <= max_norm {
         return (grads, norm);
     }

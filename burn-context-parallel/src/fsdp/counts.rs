@@ -48,10 +48,6 @@ impl Counts {
 
     pub(super) fn read(&self) -> FsdpCounts {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        FsdpCounts {
-            gathers: read(&self.gathers),
-            prefetched: read(&self.prefetched),
-            reduces: read(&self.reduces),
-        }
+        FsdpCounts { gathers: read(&self.gathers), prefetched: read(&self.prefetched), reduces: read(&self.reduces) }
     }
 }

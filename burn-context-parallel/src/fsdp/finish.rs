@@ -36,7 +36,8 @@ impl Fsdp {
             return Err(error);
         }
         if self.shared.world.size() > 1 && !whole.is_empty() {
-            let sums = sum_known(&self.shared.world, whole.iter().map(|whole| whole.gradient.clone()).collect(), &whole)?;
+            let sums =
+                sum_known(&self.shared.world, whole.iter().map(|whole| whole.gradient.clone()).collect(), &whole)?;
             struct Put<'a> {
                 grads: &'a mut GradientsParams,
                 sums: Vec<(ParamId, Option<Tensor<1>>)>,

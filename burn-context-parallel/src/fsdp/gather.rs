@@ -7,9 +7,9 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, ParamId, Reparameterization};
 use burn::tensor::{Device, Tensor};
 
+use super::Shared;
 use super::placement::Placement;
 use super::unit::Unit;
-use super::Shared;
 use crate::OrRaise;
 use crate::vjp::{Inputs, custom_vjp};
 

@@ -128,9 +128,7 @@ impl Unit {
     pub(super) fn outgoing(&self, compute: Option<DType>) -> Vec<Tensor<1>> {
         self.groups(compute)
             .into_iter()
-            .map(|(dtype, members)| {
-                join(members.into_iter().map(|(_, flat)| flat.clone().cast(dtype)).collect())
-            })
+            .map(|(dtype, members)| join(members.into_iter().map(|(_, flat)| flat.clone().cast(dtype)).collect()))
             .collect()
     }
 

@@ -40,11 +40,7 @@ impl Fsdp {
     /// # Communication
     ///
     /// Every rank sends its shards to the first.
-    pub fn each_whole<M: Module>(
-        &self,
-        module: &M,
-        take: impl FnMut(&str, TensorData) -> Result<()>,
-    ) -> Result<()> {
+    pub fn each_whole<M: Module>(&self, module: &M, take: impl FnMut(&str, TensorData) -> Result<()>) -> Result<()> {
         let mut each = Each { fsdp: self, take, path: Vec::new(), error: None };
         module.visit(&mut each);
         each.error.map_or(Ok(()), Err)

@@ -6,7 +6,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_context_parallel::attention::SequenceContext;
 use burn_context_parallel::sequence::{Batch, IGNORE_INDEX, SequenceLayout, Shard};
 use burn_context_parallel::{OrRaise, Result};
@@ -48,7 +48,7 @@ pub trait SequenceInput: Clone + Send + 'static {
 /// the whole on one device, and a model that takes it trains under Burn's own strategies as well.
 ///
 /// ```
-/// use burn::tensor::{Device, Tensor};
+/// use burn::tensor::{Device, Int, Tensor, TensorData};
 /// use burn_context_parallel::sequence::Batch;
 /// use burn_upipe::learner::SequenceBatch;
 ///
@@ -135,6 +135,18 @@ impl Deref for SequenceBatch {
     }
 }
 
+/// Positions with 0 at padding, which lies beyond the sequence: a table of positions has as many rows as a sequence has tokens.
+fn without_padding(shard: &Shard) -> Tensor<2, Int> {
+    let layout = shard.layout();
+    let is_padding: Vec<bool> = layout.indices(shard.rank()).map(|index| index >= layout.len()).collect();
+    if !is_padding.contains(&true) {
+        return shard.positions.clone();
+    }
+    let positions = shard.positions_host().iter().zip(is_padding.iter().cycle());
+    let positions: Vec<i64> = positions.map(|(position, padding)| if *padding { 0 } else { *position }).collect();
+    Tensor::from_data(TensorData::new(positions, shard.positions.dims()), &shard.positions.device())
+}
+
 impl SequenceInput for SequenceBatch {
     fn valid(&self) -> usize {
         if self.counts { self.whole.valid() } else { 0 }
@@ -152,6 +164,7 @@ impl SequenceInput for SequenceBatch {
             shard.targets = shard.targets.full_like(IGNORE_INDEX);
             (shard.valid, shard.valid_total) = (0, 0);
         }
+        shard.positions = without_padding(&shard);
         Ok(Self { shard, total, ..self })
     }
 

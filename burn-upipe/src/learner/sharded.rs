@@ -4,7 +4,9 @@ use std::cell::RefCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor};
+use burn::module::{
+    Content, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
+};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::optim::{GradientsParams, ModuleOptimizer, MultiGradientsParams};
 use burn::tensor::Device;
@@ -69,10 +71,12 @@ pub(super) fn shard_while(fsdp: &Fsdp, fork: impl FnOnce()) -> Result<()> {
 impl<M: Module> Module for Sharded<M> {
     fn fork(self, device: &Device) -> Self {
         let inner = self.inner.fork(device);
-        Self { inner: match DOOR.take() {
-            Some(fsdp) => fsdp.shard(inner).or_raise(),
-            None => inner,
-        } }
+        Self {
+            inner: match DOOR.take() {
+                Some(fsdp) => fsdp.shard(inner).or_raise(),
+                None => inner,
+            },
+        }
     }
 
     fn collect_devices(&self, devices: Vec<Device>) -> Vec<Device> {

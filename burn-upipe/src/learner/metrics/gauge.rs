@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use burn::train::metric::{MetricAttributes, MetricName, NumericAttributes, NumericEntry, SerializedEntry, format_float};
+use burn::train::metric::{
+    MetricAttributes, MetricName, NumericAttributes, NumericEntry, SerializedEntry, format_float,
+};
 
 /// A named value of now, with one of the epoch so far.
 #[derive(Clone, Debug)]

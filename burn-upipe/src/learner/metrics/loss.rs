@@ -110,8 +110,13 @@ impl TokenPerplexityMetric {
     }
 }
 
-gauge_metric!(TokenPerplexityMetric, TokenLossInput, "exp(loss) over all valid targets of all ranks", |metric, item| {
-    let loss = item.loss()?;
-    metric.gauge.now = Some((loss.exp(), item.valid));
-    metric.gauge.epoch = metric.mean.add(loss, item.valid).map(f64::exp).or(metric.gauge.epoch);
-});
+gauge_metric!(
+    TokenPerplexityMetric,
+    TokenLossInput,
+    "exp(loss) over all valid targets of all ranks",
+    |metric, item| {
+        let loss = item.loss()?;
+        metric.gauge.now = Some((loss.exp(), item.valid));
+        metric.gauge.epoch = metric.mean.add(loss, item.valid).map(f64::exp).or(metric.gauge.epoch);
+    }
+);

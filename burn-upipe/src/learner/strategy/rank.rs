@@ -6,17 +6,17 @@ use std::time::Instant;
 use burn::optim::GradientsAccumulator;
 use burn::train::metric::store::EventStoreClient;
 use burn::train::{
-    CloneEarlyStoppingStrategy, InferenceStep, Learner, LearnerEvent, LearnerModel, LearningCheckpointer, TrainLoader, TrainStep,
-    TrainingItem, ValidLoader,
+    CloneEarlyStoppingStrategy, InferenceStep, Learner, LearnerEvent, LearnerModel, LearningCheckpointer, TrainLoader,
+    TrainStep, TrainingItem, ValidLoader,
 };
 use burn_context_parallel::Result;
 use burn_context_parallel::attention::scope;
 
+use super::ContextParallelStrategy;
 use super::feed::{Inbox, Next, Outboxes, Reader, take};
+use super::fit::Shared;
 use super::place::Place;
 use super::states::States;
-use super::ContextParallelStrategy;
-use super::fit::Shared;
 use crate::learner::{RankOutput, SequenceInput, StepReport};
 use crate::profile::heap;
 

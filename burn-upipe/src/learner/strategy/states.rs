@@ -21,7 +21,11 @@ pub(super) enum States {
 
 impl States {
     /// Makes the learner's model this rank's own: new leaves, on its device.
-    pub fn prepare<M: LearnerModel>(place: &Place, fsdp: Option<&FsdpConfig>, learner: &mut Learner<M>) -> Result<Self> {
+    pub fn prepare<M: LearnerModel>(
+        place: &Place,
+        fsdp: Option<&FsdpConfig>,
+        learner: &mut Learner<M>,
+    ) -> Result<Self> {
         match fsdp {
             None => {
                 learner.fork(place.device());
