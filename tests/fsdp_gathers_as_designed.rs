@@ -85,8 +85,9 @@ fn checkpointed_blocks_are_gathered_twice_and_reduced_once(
     let parallel = ParallelConfig { mlp_tile: tile, norm_tile: tile, loss_tile: tile, ..checkpointed() };
     let config = FsdpConfig::new().with_prefetch(prefetch);
     let (steps, gathered, reduced) = steps(parallel, config, micro_batches as usize);
-    // The table once, for its backward step needs ids only; blocks and output layer twice.
-    let gathers = micro_batches * (1 + 2 * LAYERS + 2);
+    // The table once, for its backward step needs ids only; blocks twice, and the output layer where it is a block, under tiles.
+    let of_head = if tile.is_some() { 2 } else { 1 };
+    let gathers = micro_batches * (1 + 2 * LAYERS + of_head);
     let reduces = micro_batches * (1 + LAYERS + 1);
     for (step, counts) in steps.iter().enumerate() {
         // The first step learns the order.
@@ -95,8 +96,9 @@ fn checkpointed_blocks_are_gathered_twice_and_reduced_once(
     }
     let (table, (block, parameters), head) = elements();
     let layers = LAYERS as usize;
-    let bytes =
-        gather_bytes(table, RANKS, 4) + 2 * layers * gather_bytes(block, RANKS, 4) + 2 * gather_bytes(head, RANKS, 4);
+    let bytes = gather_bytes(table, RANKS, 4)
+        + 2 * layers * gather_bytes(block, RANKS, 4)
+        + of_head as usize * gather_bytes(head, RANKS, 4);
     assert_eq!(gathered, micro_batches * bytes as u64);
     let bytes = reduce_bytes(table, 1, RANKS, 4)
         + layers * reduce_bytes(block, parameters, RANKS, 4)
@@ -111,7 +113,7 @@ fn reduced_once_each_parameter_is_summed_at_the_end(#[values(1, 3)] micro_batche
     let (steps, _, reduced) = steps(checkpointed(), config, micro_batches as usize);
     let (table, (block, parameters), head) = elements();
     for counts in steps {
-        assert_eq!(counts.gathers, micro_batches * (1 + 2 * LAYERS + 2));
+        assert_eq!(counts.gathers, micro_batches * (1 + 2 * LAYERS + 1));
         assert_eq!(counts.reduces, 2 + LAYERS * parameters as u64);
     }
     let elements = table + head + LAYERS as usize * block;
@@ -125,10 +127,28 @@ fn without_recomputation_each_parameter_is_gathered_once() {
     let (steps, ..) = steps(none(), FsdpConfig::new(), 1);
     let (_, (_, parameters), _) = elements();
     for counts in steps {
-        // The output layer is a block in any case.
-        assert_eq!(counts.gathers, 1 + LAYERS * parameters as u64 + 2);
+        assert_eq!(counts.gathers, 1 + LAYERS * parameters as u64 + 1);
         assert_eq!(counts.reduces, 1 + LAYERS * parameters as u64 + 1);
     }
+}
+
+/// Liger-Kernel#893 and others: replicas with sequences of different lengths have different numbers of tiles, and still reduce a block once.
+#[test]
+fn tiles_do_not_reduce() {
+    let counts = on_ranks(2, |world| {
+        let (device, alone) = (Device::flex().autodiff(), ProcessGroup::single());
+        let parallel = ParallelConfig { mlp_tile: Some(2), norm_tile: Some(3), loss_tile: Some(2), ..checkpointed() };
+        let fsdp = Fsdp::over(&world, FsdpConfig::new())?;
+        let model = fsdp.shard(Llama::init(&config(), &parallel, &device).unwrap())?;
+        let batch = Batch::from_rows(&[(0..[5, 14][world.rank()]).collect()])?;
+        let shard = device.context_parallel(&alone).shard(&batch)?;
+        let share = model.loss_over(&shard, &alone, 4 + 13).unwrap().share;
+        let grads = GradientsParams::from_grads(share.backward(), &model);
+        fsdp.finish(grads, &model)?;
+        Ok(fsdp.counts())
+    });
+    let expected = FsdpCounts { gathers: 1 + 2 * LAYERS + 2, prefetched: 0, reduces: 1 + LAYERS + 1 };
+    assert_eq!(counts, [expected; 2]);
 }
 
 /// On one rank nothing is sent.

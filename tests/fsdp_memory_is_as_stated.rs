@@ -117,8 +117,8 @@ fn memory_is_as_stated() {
             let shards = 12 * weights / ranks;
             assert!(resting * 100 <= shards * 105, "{ranks} ranks at rest: {resting} bytes of {shards}");
             assert!(resting * 105 >= shards * 100, "the allocator counts: {resting} bytes of {shards}");
-            // Its shards and one whole parameter (the first rank's, and its shards for others).
-            let created = 4 * weights / ranks + 2 * 4 * WIDTH * INNER;
+            // Its shards; on the first rank one whole parameter, its parts for all ranks, and one of them on its way.
+            let created = 4 * weights / ranks + 4 * WIDTH * INNER * (2 * ranks + 1) / ranks;
             assert!(creating * 100 <= created * 105, "{ranks} ranks created with {creating} bytes, allowed {created}");
         }
     }

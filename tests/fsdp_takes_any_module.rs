@@ -1,11 +1,13 @@
 //! FSDP of what models have beside plain matrices: frozen, tied, rarely used and adapted parameters, convolutions, odd sizes, half precision;
 //! and what it refuses.
 
-use burn::module::{Lora, Module, ModuleVisitor, Param};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::module::{Lora, Module, ModuleVisitor, Param, ParamId};
 use burn::nn::conv::{Conv1d, Conv1dConfig};
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams, LionConfig, SgdConfig};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::Error;
 use burn_context_parallel::fsdp::{Accumulation, Fsdp, FsdpConfig};
 use burn_context_parallel::group::{ProcessGroup, launch};
@@ -169,7 +171,7 @@ fn adapted_layers_train_their_factors(#[values(1, 2, 3)] ranks: usize) {
     }
     fn model() -> Adapted {
         let device = Device::flex().autodiff();
-        let layer = Checkpointed::new(LinearConfig::new(5, 6).init(&device).apply_lora(Lora::new(2)));
+        let layer = Checkpointed::new(LinearConfig::new(5, 6).init(&device).apply_lora(Lora::new(2, 4.0)));
         filled(Adapted { layer }, 5, DType::F64, 0.5)
     }
     fn loss(model: &Adapted, rank: usize, step: usize) -> Tensor<1> {
@@ -248,23 +250,59 @@ fn in_bf16_shards_and_sums_stay_f32(#[values(1, 2)] ranks: usize) {
     assert_close("bf16", &actual[0], &expected, 0.03);
 }
 
-/// The first rank's weights count, drawn once, in the module's order: those of one device with the same seed.
+/// Weights are drawn on the first rank alone, and once; every rank built the same layer.
 #[test]
 fn what_is_not_drawn_yet_is_drawn_once() {
-    let device = Device::flex();
-    device.seed(11);
-    let expected = LinearConfig::new(5, 7).init(&device).weight.val();
-    let lazy = LinearConfig::new(5, 7).init(&device);
-    device.seed(11);
-    let lazies = std::sync::Mutex::new(vec![lazy, LinearConfig::new(5, 7).init(&device)]);
-    let wholes = on_ranks(2, move |world| {
-        let linear = lazies.lock().unwrap().pop().expect("one a rank");
+    static DRAWN: AtomicUsize = AtomicUsize::new(0);
+    let wholes = on_ranks(3, |world| {
+        let rank = world.rank();
+        let mut linear = LinearConfig::new(5, 7).with_bias(false).init(&Device::flex());
+        linear.weight = Param::uninitialized(
+            ParamId::new(),
+            move |device, _| {
+                DRAWN.fetch_add(1, Ordering::Relaxed);
+                Tensor::arange(0..35, device).float().reshape([5, 7]) + rank as f32
+            },
+            Device::flex(),
+            true,
+            [5, 7].into(),
+        );
         let fsdp = Fsdp::over(&world, FsdpConfig::new())?;
         let linear = fsdp.shard(linear)?;
         Ok(fsdp.gather(&linear)?.weight.val().into_data())
     });
-    assert_eq!(wholes[0], wholes[1]);
-    assert_eq!(wholes[0], expected.into_data());
+    assert_eq!(DRAWN.load(Ordering::Relaxed), 1);
+    let expected = Tensor::<1, burn::tensor::Int>::arange(0..35, &Device::flex()).float().reshape::<2, _>([5, 7]);
+    for whole in wholes {
+        assert_eq!(whole, expected.to_data());
+    }
+}
+
+/// What comes from elsewhere is asked for path by path, and cut; what does not, is the first rank's.
+#[test]
+fn values_come_from_a_source_by_path() {
+    let wholes = on_ranks(2, |world| {
+        let fsdp = Fsdp::over(&world, FsdpConfig::new())?;
+        let mut asked = Vec::new();
+        let linear = fsdp.shard_from(LinearConfig::new(3, 5).init(&Device::flex()), |path, shape| {
+            asked.push((path.to_owned(), shape.to_vec()));
+            Ok((path == "weight").then(|| TensorData::new((0..15).map(|i| i as f32).collect(), [3, 5])))
+        })?;
+        assert_eq!(asked, [("weight".to_owned(), vec![3, 5]), ("bias".to_owned(), vec![5])]);
+        let mut shown = Vec::new();
+        fsdp.each_whole(&linear, |path, data| {
+            shown.push((path.to_owned(), data));
+            Ok(())
+        })?;
+        assert_eq!(shown.len(), if world.rank() == 0 { 2 } else { 0 });
+        let error = fsdp.shard_from(LinearConfig::new(3, 5).init(&Device::flex()), |_, _| {
+            Ok(Some(TensorData::new(vec![1f32; 4], [4])))
+        });
+        assert!(error.unwrap_err().to_string().contains("4 elements for weight, which has shape [3, 5]"));
+        Ok((fsdp.gather(&linear)?.weight.val().into_data(), shown.into_iter().next()))
+    });
+    assert_eq!(wholes[0].0, TensorData::new((0..15).map(|i| i as f32).collect(), [3, 5]));
+    assert_eq!(wholes[0].1.as_ref().unwrap().1, wholes[1].0);
 }
 
 #[test]

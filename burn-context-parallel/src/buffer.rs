@@ -14,3 +14,9 @@ pub fn accumulator(dtype: DType) -> DType {
 pub fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
     Tensor::full(dims, 0.0, (device, dtype))
 }
+
+/// A copy with storage of its own: a view keeps the whole alive, and what another rank sent may be that rank's memory.
+pub fn own<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    let dims = x.dims();
+    zeros(dims, &x.device(), x.dtype()).slice_assign(std::array::from_fn::<_, D, _>(|dim| 0..dims[dim]), x)
+}

@@ -75,9 +75,9 @@ fn memory_that_is_not_known_is_not_shown_as_a_number() {
     let mut metric = MemoryInUseMetric::new();
     let entry = metric.update(&MemoryInput(None), &metadata()).unwrap();
     assert!(entry.is_not_available() && metric.value().is_none());
-    let gib = |n: u64| MemoryInput(Some(MemoryUse { in_use: n << 30, reserved: n << 31 }));
+    let mib = |n: u64| MemoryInput(Some(MemoryUse { in_use: n << 20, reserved: n << 21 }));
     let mut reserved = MemoryReservedMetric::new();
-    for memory in [gib(3), gib(1)] {
+    for memory in [mib(3), mib(1)] {
         metric.update(&memory, &metadata()).unwrap();
         reserved.update(&memory, &metadata()).unwrap();
     }

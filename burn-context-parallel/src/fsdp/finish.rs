@@ -6,9 +6,9 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
 
-use super::unit::{Unit, own};
+use super::unit::Unit;
 use super::{Accumulation, Fsdp, lock};
-use crate::buffer::{accumulator, zeros};
+use crate::buffer::{accumulator, own, zeros};
 use crate::collective::norm;
 use crate::group::{ProcessGroup, ReduceOp};
 use crate::{Error, Result};
@@ -177,7 +177,7 @@ fn sum_known(
     let sums = like.iter().zip(anybody).map(|(whole, anybody)| {
         let len = whole.like.dims()[0];
         start += len;
-        (anybody > 0.0).then(|| own(&sum, start - len, len))
+        (anybody > 0.0).then(|| own(sum.clone().narrow(0, start - len, len)))
     });
     Ok(sums.collect())
 }

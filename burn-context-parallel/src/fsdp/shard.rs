@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use burn::module::{Module, Param, Reparameterizer};
+use burn::module::{Module, ModuleVisitor, Param, Reparameterizer};
 use burn::tensor::{Tensor, TensorData};
 
-use super::gather::Gather;
+use super::gather::{Gather, found};
 use super::placement::Placement;
 use super::{Fsdp, Shared, lock};
+use crate::buffer::{own, zeros};
 use crate::group::ProcessGroup;
 use crate::{Error, Result};
 
@@ -22,7 +23,7 @@ impl Fsdp {
     ///
     /// # Memory
     ///
-    /// A rank: its shards. The first rank: one whole parameter more.
+    /// A rank: its shards. The first rank: one whole parameter more, and the parts of it that are on their way.
     ///
     /// # Communication
     ///
@@ -51,7 +52,10 @@ impl Fsdp {
         model: M,
         source: impl FnMut(&str, &[usize]) -> Result<Option<TensorData>>,
     ) -> Result<M> {
-        if super::Unit::of(&model).is_managed() {
+        // Without a look at values, which would draw them.
+        struct Pass;
+        impl ModuleVisitor for Pass {}
+        if found(|| model.visit(&mut Pass)).is_some() {
             return Err(Error::invalid("Fsdp::shard", "the module is sharded already", "shard a module once"));
         }
         let mut error = None;
@@ -147,7 +151,8 @@ impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Sharder<'_, S> {
         expected[0] = Some(len);
         let mut parts = shared.world.all_to_all_uneven(parts, &expected)?;
         let shard = parts[0].take().expect("the first rank sends to all");
-        let shard = shard.reshape(placement.shard_shape::<D>());
+        // What came may be the first rank's memory.
+        let shard = if first { shard } else { own(shard) }.reshape(placement.shard_shape::<D>());
         Ok((shard, Some(Arc::new(placement))))
     }
 
@@ -171,18 +176,12 @@ impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Sharder<'_, S> {
 /// A rank's shard, with storage of its own.
 fn padded(placement: &Placement, whole: &Tensor<1>, rank: usize) -> Tensor<1> {
     let (range, len) = (placement.range(rank), placement.shard_len());
-    let shard = crate::buffer::zeros([len], &whole.device(), whole.dtype());
+    let shard = zeros([len], &whole.device(), whole.dtype());
     if range.is_empty() {
         return shard;
     }
     let part = whole.clone().narrow(0, range.start, range.len());
-    shard.slice_assign([0..range.len()], part)
-}
-
-/// A value of this rank's own: what came may share the sender's memory.
-fn own<const D: usize>(value: Tensor<D>) -> Tensor<D> {
-    let zeros = crate::buffer::zeros(value.dims(), &value.device(), value.dtype());
-    zeros.slice_assign(std::array::from_fn::<_, D, _>(|dim| 0..value.dims()[dim]), value)
+    shard.slice_assign(std::array::from_fn::<_, 1, _>(|_| 0..range.len()), part)
 }
 
 /// The first rank's shape, on every rank.

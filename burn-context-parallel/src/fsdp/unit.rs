@@ -7,13 +7,13 @@ use burn::backend::autodiff::NodeId;
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, TensorMetadata};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::{DType, Device, Shape, Tensor};
+use burn::tensor::{DType, Shape, Tensor};
 
 use super::gather::found;
 use super::placement::Placement;
 use super::{Accumulation, Shared};
 use crate::Result;
-use crate::buffer::{accumulator, zeros};
+use crate::buffer::{accumulator, own, zeros};
 use crate::group::{ProcessGroup, ReduceOp};
 use crate::vjp::{AnyTensor, InputGradients, node_id};
 
@@ -78,11 +78,6 @@ impl Unit {
     /// Whether any parameter is a shard.
     pub fn is_sharded(&self) -> bool {
         self.entries.iter().any(|entry| entry.shard.is_some())
-    }
-
-    /// Whether the module has been sharded, even if all its parameters stayed whole.
-    pub(super) fn is_managed(&self) -> bool {
-        self.shared.is_some()
     }
 
     pub(super) fn sharded(&self) -> impl Iterator<Item = (&Entry, &Arc<Placement>, &Tensor<1>)> {
@@ -245,7 +240,7 @@ impl Unit {
             let len = self.placement(i).shard_len();
             if anybody > 0.0 {
                 // A copy: a view would keep the whole block's.
-                let shard = own(&sum, start, len).cast(self.entries[i].dtype).into_dispatch();
+                let shard = own(sum.clone().narrow(0, start, len)).cast(self.entries[i].dtype).into_dispatch();
                 gradients[i] = Some(Dispatch::float_reshape(shard, Shape::from(self.entries[i].shape.clone())));
             }
             start += len;
@@ -279,13 +274,6 @@ fn join(mut parts: Vec<Tensor<1>>) -> Tensor<1> {
 
 fn cut(part: &Tensor<1>, start: usize, len: usize) -> Tensor<1> {
     if start == 0 && len == part.dims()[0] { part.clone() } else { part.clone().narrow(0, start, len) }
-}
-
-/// A part with storage of its own.
-pub(super) fn own(whole: &Tensor<1>, start: usize, len: usize) -> Tensor<1> {
-    let device: Device = whole.device();
-    let part = whole.clone().narrow(0, start, len);
-    zeros([len], &device, whole.dtype()).slice_assign([0..len], part)
 }
 
 fn entry<const D: usize>(id: ParamId, base: &Tensor<D>) -> (Entry, Tensor<1>) {

@@ -3,6 +3,7 @@
 //! | | |
 //! |---|---|
 //! | [`checkpoint`] | step-level checkpoints on disk: written by all ranks, whole or not there, loaded on another mesh |
+//! | [`training`] | a model and its optimizer as a checkpoint's pieces, and back |
 //! | [`stop`] | whether the run shall save or end, agreed by all ranks |
 //!
 //! With the feature `train`, a strategy for burn-train's `SupervisedTraining` (`ContextParallelStrategy`): a model's `TrainStep` takes a
@@ -20,6 +21,7 @@ mod sharded;
 pub mod stop;
 #[cfg(feature = "train")]
 mod strategy;
+pub mod training;
 
 #[cfg(feature = "train")]
 pub use batch::{SequenceBatch, SequenceInput};

@@ -3,14 +3,15 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use burn_context_parallel::group::MeshShape;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
 
 use crate::config;
 use crate::error::{Error, Result};
 use crate::values::{
-    Clip, DataOrder, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, at_least, not_negative, positive,
-    seed,
+    Clip, DataOrder, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, at_least, mesh, not_negative,
+    positive, seed,
 };
 
 const AFTER: &str = "\
@@ -18,10 +19,14 @@ Text: files of UTF-8, each a document; *.jsonl with an object a line, {\"text\":
 \"content\": ..}, ..]} a conversation, which the model's chat template renders and of which only answers are targets.
 All tokens follow each other in file order and are cut into sequences of --seq-len; S tokens give S - 1 targets.
 
-A step trains on --batch x --accumulate sequences, all ranks together on each of them: ranks, scheme, tiles and checkpoints
-change memory and time only, losses are the same.
+A step trains on --batch x --accumulate sequences, all ranks together on each of them, or under --mesh on the replicas' parts: ranks,
+mesh, scheme, tiles and checkpoints change memory and time only, losses are the same.
 
-Exit status: 0 if the run came to its end, 1 if it failed, 2 if the request makes no sense. Resuming is not built.";
+A checkpoint holds weights, optimizer and the place in the data. It is saved at the end, every --save-every steps, when a file
+save-now appears in the output folder, and on SIGINT (Ctrl-C) or SIGTERM, which end the run after the step at hand; a second signal
+ends it at once. --resume goes on from the newest whole one, with the same losses.
+
+Exit status: 0 if the run came to its end or was asked to stop, 1 if it failed, 2 if the request makes no sense.";
 
 /// Trains a Llama on long sequences, over ranks that share each of them.
 ///
@@ -86,9 +91,16 @@ pub struct Args {
     /// What the weights of a model from scratch and the order of --data-order shuffle are drawn from.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = seed, allow_negative_numbers = true)]
     pub seed: u64,
-    /// Ranks (threads of this process) that share each sequence. Default: 4; 1 under --attention single.
+    /// Ranks (threads of this process) that share each sequence; with --mesh all of them. Default: 4; 1 under --attention single.
     #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
     pub ranks: Option<usize>,
+    /// How ranks are divided: replicas that take turns with a step's sequences, and ranks that share each of them. Default: all
+    /// share each sequence, data=1,ulysses=RANKS.
+    #[arg(long, value_name = "data=N,ulysses=M", value_parser = mesh)]
+    pub mesh: Option<MeshShape>,
+    /// Shard weights, gradients and optimizer over all ranks (FSDP); whole weights exist for one block at a time.
+    #[arg(long)]
+    pub fsdp: bool,
     /// How attention runs.
     #[arg(long, value_enum, default_value_t = Scheme::Upipe)]
     pub attention: Scheme,
@@ -110,9 +122,22 @@ pub struct Args {
     /// Only the loss, without training; --batch sequences at a time. Writes nothing unless there is --out.
     #[arg(long)]
     pub eval: bool,
-    /// Where to write; a folder that does not exist or is empty. Default: a new folder under runs/.
+    /// Where to write; a folder that does not exist or is empty, or with one of the next two a run's. Default: a new folder under
+    /// runs/.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Go on with the run in --out from its newest checkpoint, on any mesh. Without a checkpoint there: start.
+    #[arg(long)]
+    pub resume: bool,
+    /// Replace the run in --out.
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Save a checkpoint every N steps, too. Default: at the end, and when asked to.
+    #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub save_every: Option<usize>,
+    /// How many checkpoints stay, the newest ones.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub keep: usize,
     /// Values for any of these, by the same names (seq-len = 8192); what is typed here wins.
     #[arg(long, value_name = "FILE.toml")]
     pub config: Option<PathBuf>,
@@ -138,6 +163,7 @@ impl Args {
             matches.value_source(&id) == Some(ValueSource::CommandLine)
                 // Two names for one number.
                 || (id == "steps" || id == "epochs") && (typed.steps.is_some() || typed.epochs.is_some())
+                || (id == "ranks" || id == "mesh") && (typed.ranks.is_some() || typed.mesh.is_some())
         };
         let words: Vec<OsString> = config::words(path, typed_too)?.into_iter().map(OsString::from).collect();
         let name = || line.first().cloned().into_iter();

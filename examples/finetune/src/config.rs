@@ -10,7 +10,10 @@ use crate::cli::Args;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::plan::{ModelSource, Plan};
-use crate::values::{Clip, Switch, word};
+use crate::values::{Clip, Switch, mesh_word, word};
+
+/// What is typed without a value.
+const FLAGS: [&str; 4] = ["eval", "fsdp", "resume", "overwrite"];
 
 /// The file's values as words of a command line, without those that are also typed.
 ///
@@ -43,7 +46,7 @@ pub(crate) fn words(path: &Path, typed_too: impl Fn(&str) -> bool) -> Result<Vec
             continue;
         }
         match value.get_ref() {
-            DeValue::Boolean(on) if name == "eval" => words.extend(on.then(|| "--eval".to_owned())),
+            DeValue::Boolean(on) if FLAGS.contains(&name) => words.extend(on.then(|| format!("--{name}"))),
             // None would be no --data, which is this repository's source.
             DeValue::Array(items) if name == "data" && items.is_empty() => {
                 return Err(fail(
@@ -60,7 +63,9 @@ pub(crate) fn words(path: &Path, typed_too: impl Fn(&str) -> bool) -> Result<Vec
                     words.push(format!("--{name}={item}"));
                 }
             }
-            _ if name == "eval" => return Err(fail(line, "eval is neither true nor false".into(), "use true".into())),
+            _ if FLAGS.contains(&name) => {
+                return Err(fail(line, format!("{name} is neither true nor false"), "use true".into()));
+            }
             DeValue::String(value) => words.push(format!("--{name}={value}")),
             DeValue::Integer(value) if value.radix() == 10 => words.push(format!("--{name}={}", value.as_str())),
             DeValue::Float(value) => words.push(format!("--{name}={}", value.as_str())),
@@ -104,8 +109,8 @@ fn near(name: &str, known: &[String]) -> String {
     }
 }
 
-/// The plan as a file that `--config` takes: the same run again, with everything decided. Without `out`, which is a new
-/// folder each time.
+/// The plan as a file that `--config` takes: the same run again, with everything decided. Without `out`, `resume` and `overwrite`:
+/// each of those is said anew.
 pub(crate) fn resolved(plan: &Plan) -> String {
     let mut file = "# This run again, in a folder of its own: finetune --config THIS_FILE --out NEW\n".to_owned();
     // Line by line, in the order of --help; a table would sort them.
@@ -145,6 +150,12 @@ pub(crate) fn resolved(plan: &Plan) -> String {
     set("dtype", text(word(plan.precision)));
     set("seed", i64::try_from(plan.seed).map_or_else(|_| text(plan.seed.to_string()), Value::Integer));
     set("ranks", number(plan.ranks));
+    if plan.mesh.data > 1 {
+        set("mesh", text(mesh_word(plan.mesh)));
+    }
+    if plan.fsdp {
+        set("fsdp", Value::Boolean(true));
+    }
     set("attention", text(word(args.attention)));
     if let Some(schedule) = &plan.schedule {
         set("heads-per-stage", number(schedule.per_stage()));
@@ -153,6 +164,10 @@ pub(crate) fn resolved(plan: &Plan) -> String {
     set("mlp-tile", tile(plan.parallel.mlp_tile));
     set("norm-tile", tile(plan.parallel.norm_tile));
     set("loss-tile", tile(plan.parallel.loss_tile));
+    if let Some(steps) = plan.save_every {
+        set("save-every", number(steps));
+    }
+    set("keep", number(plan.keep.get()));
     if plan.eval {
         set("eval", Value::Boolean(true));
     }

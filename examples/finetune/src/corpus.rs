@@ -93,16 +93,40 @@ impl Corpus {
         self.documents.tokens.len() % self.seq_len
     }
 
-    /// These sequences side by side.
+    /// What tells this text from another: of token ids, their documents and targets. The same on every machine.
+    pub fn checksum(&self) -> u64 {
+        // FNV-1a over words of 64 bits: against slips, not against forgers.
+        let mut sum = 0xcbf2_9ce4_8422_2325_u64;
+        let mut add = |word: u64| sum = (sum ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23);
+        let Documents { tokens, starts, targets, .. } = &self.documents;
+        tokens.iter().for_each(|id| add(u64::from(*id)));
+        starts.iter().for_each(|start| add(*start as u64));
+        targets.iter().flatten().for_each(|counts| add(u64::from(*counts)));
+        sum
+    }
+
+    /// Targets of these sequences.
+    ///
+    /// # Panics
+    ///
+    /// For sequences that are not below [`sequences`](Self::sequences).
+    pub fn targets_of(&self, sequences: &[usize]) -> usize {
+        sequences.iter().map(|sequence| self.valid[self.used[*sequence]]).sum()
+    }
+
+    /// These sequences side by side; none at all make a row of padding, which has no target.
     ///
     /// # Errors
     ///
     /// None for sequences below [`sequences`](Self::sequences).
     pub fn batch(&self, sequences: &[usize]) -> burn_context_parallel::Result<Batch> {
-        let rows = sequences
+        let mut rows = sequences
             .iter()
             .map(|sequence| self.pieces(self.used[*sequence]).map(|piece| self.document(piece)).collect())
             .collect::<burn_context_parallel::Result<Vec<Vec<Document>>>>()?;
+        if rows.is_empty() {
+            rows.push(Vec::new());
+        }
         Batch::packed(&rows, self.seq_len)
     }
 
@@ -190,6 +214,10 @@ mod tests {
             assert!(corpus.idle == 0 || seq_len == 2, "only two documents of a token each");
             let valid: usize = (0..corpus.sequences()).map(|index| corpus.batch(&[index]).unwrap().valid()).sum();
             assert_eq!(valid, corpus.targets(), "what is counted is what there is");
+            let last = [corpus.sequences() - 1];
+            assert_eq!(corpus.targets_of(&last), corpus.batch(&last).unwrap().valid());
+            let padding = corpus.batch(&[]).unwrap();
+            assert_eq!((padding.rows(), padding.len(), padding.valid()), (1, seq_len, 0));
         }
     }
 
@@ -215,6 +243,21 @@ mod tests {
         assert_eq!((corpus.sequences(), corpus.idle, corpus.targets()), (2, 1, 3));
         assert_eq!(sequence(&corpus, 0)[2], [-100, 2, -100, -100]);
         assert_eq!(sequence(&corpus, 1)[2], [-100, 10, 11, -100]);
+    }
+
+    #[test]
+    fn a_checksum_tells_tokens_documents_and_targets_apart() {
+        let of = |documents: Documents| Corpus::new(Vec::new(), documents, true, Some(4), None).unwrap().checksum();
+        let all = [
+            documents(&[8], None),
+            documents(&[9], None),
+            documents(&[4, 4], None),
+            documents(&[4, 4], Some(&[1, 2])),
+            documents(&[4, 4], Some(&[1, 3])),
+        ];
+        let sums: std::collections::BTreeSet<u64> = all.into_iter().map(of).collect();
+        assert_eq!(sums.len(), 5);
+        assert_eq!(of(documents(&[4, 4], None)), of(documents(&[4, 4], None)));
     }
 
     #[test]

@@ -4,10 +4,12 @@ use std::io;
 use std::path::PathBuf;
 
 use burn_context_parallel::group::LaunchError;
+use burn_upipe::learner::checkpoint::CheckpointError;
 use llama::LlamaError;
 
 use crate::cli::one_line;
 use crate::files::TextError;
+use crate::resume::Difference;
 use crate::train::Halt;
 
 /// Any failure of a run.
@@ -85,6 +87,32 @@ pub enum Error {
         /// What to do.
         remedy: &'static str,
     },
+    /// Checkpoints that cannot be used.
+    #[error("--out: {0}")]
+    Checkpoint(CheckpointError),
+    /// A run that cannot go on as asked.
+    #[error("--resume: {}: {problem}: {remedy}", path.display())]
+    Resume {
+        /// Its folder.
+        path: PathBuf,
+        /// Why not, with the numbers.
+        problem: String,
+        /// What to type.
+        remedy: String,
+    },
+    /// A run that would not be the same one if it went on.
+    #[error(
+        "--resume: {}: {}: leave what changes the result as it was (--config {} has it all), or start anew with --overwrite",
+        path.display(),
+        differences.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
+        path.join("config.toml").display()
+    )]
+    Differs {
+        /// Its folder.
+        path: PathBuf,
+        /// What is not as it was.
+        differences: Vec<Difference>,
+    },
     /// A file could not be written.
     #[error("{}: {source}: make room on the disk, and check who may write there", path.display())]
     Write {
@@ -99,6 +127,12 @@ pub enum Error {
     /// The weights could not be saved.
     #[error("weights not saved: {0}")]
     Save(LlamaError),
+    /// The last checkpoint could not be saved.
+    #[error("checkpoint not saved: {0}: make room on the disk, then --resume goes on from the last one that was")]
+    NotSaved(CheckpointError),
+    /// Signals cannot be heard.
+    #[error("signals: {0}: the system does not let this program handle SIGINT and SIGTERM")]
+    Signals(io::Error),
     /// A rank failed.
     #[error(transparent)]
     Launch(#[from] LaunchError),
@@ -139,10 +173,15 @@ impl Error {
             | Self::Template { .. }
             | Self::Text(_)
             | Self::Model(_)
-            | Self::Out { .. } => 2,
+            | Self::Out { .. }
+            | Self::Checkpoint(_)
+            | Self::Resume { .. }
+            | Self::Differs { .. } => 2,
             Self::Write { .. }
             | Self::Say(_)
             | Self::Save(_)
+            | Self::NotSaved(_)
+            | Self::Signals(_)
             | Self::Launch(_)
             | Self::NoLoss(_)
             | Self::Diverged { .. } => 1,

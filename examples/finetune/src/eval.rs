@@ -4,12 +4,15 @@ use std::fmt;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use llama::{Llama, precision};
+use burn_context_parallel::group::Axis;
+use burn_upipe::learner::training::Holding;
+use llama::precision;
 use serde::Serialize;
 
 use crate::error::Result;
 use crate::plan::Plan;
 use crate::ranks::{micro_batches, number, on_ranks, sum};
+use crate::start::{Ready, Start};
 
 /// What a model makes of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -36,23 +39,34 @@ impl fmt::Display for Evaluation {
 ///
 /// # Memory
 ///
-/// A rank: the weights, and one block's intermediates for B sequences; nothing is kept for a backward pass.
-pub fn evaluate(plan: &Plan, model: Llama, report: impl Fn(usize) + Send + Sync + 'static) -> Result<Evaluation> {
+/// A rank: the weights (under FSDP its shards and one block's), and one block's intermediates for B sequences; nothing is kept for a
+/// backward pass.
+pub fn evaluate(plan: &Plan, start: Start, report: impl Fn(usize) + Send + Sync + 'static) -> Result<Evaluation> {
     let device = Device::flex();
-    on_ranks(plan, model.valid(), &device.clone(), move |plan, model, world| {
-        let model = precision::compute(&model, plan.precision.dtype());
+    let start = match start {
+        Start::Whole(model) => Start::Whole(Box::new(model.valid())),
+        start => start,
+    };
+    on_ranks(plan, start, &device.clone(), move |plan, Ready { model, holding, .. }, mesh| {
+        let (world, sequence) = (mesh.world(), mesh.axis(Axis::Ulysses));
+        // Under FSDP whole weights are rounded as they are gathered.
+        let model = match holding {
+            Holding::Sharded(_) => model,
+            Holding::Whole(_) => precision::compute(&model, plan.precision.dtype()),
+        };
         let targets = plan.corpus.targets();
         let all: Vec<usize> = (0..plan.corpus.sequences()).collect();
         let mut loss = 0.0;
-        for (done, sequences) in all.chunks(plan.batch).enumerate() {
-            for batch in micro_batches(plan, sequences)?.0 {
-                let shard = batch.shard(&plan.layout, world.rank(), &device)?;
+        let at_once = plan.batch.saturating_mul(plan.mesh.data);
+        for (done, sequences) in all.chunks(at_once).enumerate() {
+            for batch in micro_batches(plan, sequences, mesh)? {
+                let shard = batch.shard(&plan.layout, sequence.rank(), &device)?;
                 // Each share in f32 over its own targets, their sum in f64.
                 let own = batch.valid();
-                loss += number(&model.loss_over(&shard, world, own)?.share) * (own as f64 / targets as f64);
+                loss += number(&model.loss_over(&shard, sequence, own)?.share) * (own as f64 / targets as f64);
             }
             if world.rank() == 0 {
-                report((done + 1) * plan.batch);
+                report(done.saturating_mul(at_once).saturating_add(sequences.len()));
             }
         }
         let loss = sum(loss, world)?;

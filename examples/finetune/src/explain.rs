@@ -3,8 +3,9 @@
 use std::fmt;
 
 use crate::corpus::Corpus;
+use crate::deal::rounds;
 use crate::plan::{LR_MODEL, LR_SCRATCH, ModelSource, OutFolder, Plan, STEPS};
-use crate::values::{DataOrder, Packing, Precision, Schedule, Scheme, Tile};
+use crate::values::{DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Tile};
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -15,10 +16,8 @@ impl fmt::Display for Plan {
         line(
             "model",
             match &self.model {
-                ModelSource::Scratch => {
-                    format!("from scratch, drawn once from seed {} and copied to every rank", self.seed)
-                }
-                ModelSource::Folder(folder) => format!("{}, copied to every rank", folder.display()),
+                ModelSource::Scratch => format!("from scratch, drawn once from seed {}", self.seed),
+                ModelSource::Folder(folder) => folder.display().to_string(),
             },
         )?;
         line(
@@ -55,24 +54,21 @@ impl fmt::Display for Plan {
                 line("steps", self.steps())?;
             }
         }
-        line(
-            "ranks",
-            match (self.args().attention, self.args().ranks) {
-                (Scheme::Single, _) => "1, attention is single".to_owned(),
-                (_, None) => format!("{}, the default{}", self.ranks, RANKS),
-                (_, Some(_)) => format!("{}, as asked{}", self.ranks, RANKS),
-            },
-        )?;
+        line("ranks", self.ranks())?;
+        if self.mesh.data > 1 {
+            line("replicas", self.replicas())?;
+        }
         line(
             "shards",
             format!(
                 "{} tokens a rank, {} / {} rounded up; {} padding",
                 local,
                 self.seq_len,
-                self.ranks,
+                self.mesh.ulysses,
                 self.layout.padded_len() - self.seq_len
             ),
         )?;
+        line("states", self.states())?;
         line("attention", self.attention())?;
         line(
             "checkpoint",
@@ -118,13 +114,20 @@ impl fmt::Display for Plan {
                 OutFolder::NewUnder(parent) => format!("a new folder under {}", parent.display()),
                 OutFolder::Nowhere => "nothing is written (no --out)".to_owned(),
             },
-        )
+        )?;
+        match self.on_run {
+            OnRun::Refuse => {}
+            OnRun::Resume => {
+                line("", "goes on from the newest checkpoint there, or starts if there is none".to_owned())?
+            }
+            OnRun::Overwrite => line("", "a run that is there is replaced".to_owned())?,
+        }
+        if !self.eval {
+            line("checkpoints", self.checkpoints())?;
+        }
+        Ok(())
     }
 }
-
-/// How ranks and sequences relate: what people ask first.
-const RANKS: &str =
-    "; threads of this process, all together on each sequence: more ranks, shorter shards, the same batch";
 
 impl Plan {
     fn text(&self) -> String {
@@ -209,7 +212,69 @@ impl Plan {
     }
 
     fn evaluation(&self) -> String {
-        format!("no training: loss over all sequences, {} at a time", self.batch.min(self.corpus.sequences()))
+        let at_once = self.batch.saturating_mul(self.mesh.data).min(self.corpus.sequences());
+        format!("no training: loss over all sequences, {at_once} at a time")
+    }
+
+    /// How ranks and sequences relate: what people ask first.
+    fn ranks(&self) -> String {
+        let args = self.args();
+        let together = "all together on each sequence: more ranks, shorter shards, the same batch";
+        match (self.mesh.data, args.attention, args.ranks.is_some() || args.mesh.is_some()) {
+            (1, Scheme::Single, _) => "1, attention is single".to_owned(),
+            (1, _, false) => format!("{}, the default; threads of this process, {together}", self.ranks),
+            (1, _, true) => format!("{}, as asked; threads of this process, {together}", self.ranks),
+            (data, _, _) => format!(
+                "{} = {}, as asked; threads of this process: {data} replicas, {} on each sequence",
+                self.ranks,
+                self.mesh,
+                match self.mesh.ulysses {
+                    1 => "one rank".to_owned(),
+                    ranks => format!("{ranks} ranks together"),
+                },
+            ),
+        }
+    }
+
+    fn replicas(&self) -> String {
+        let data = self.mesh.data;
+        let per_step = match self.eval {
+            true => self.batch.saturating_mul(data).min(self.corpus.sequences()),
+            false => self.order.per_step,
+        };
+        let rounds = rounds(per_step, data, self.batch);
+        let idle = match data.saturating_sub(per_step) {
+            0 => String::new(),
+            idle => format!("; {idle} replicas have none: use data={per_step} to keep all busy"),
+        };
+        format!(
+            "{per_step} sequences {} are dealt in turn, up to {} each, in {rounds} micro-batches (where sequences are missing: padding, \
+             which adds 0); one mean over the targets of all{idle}",
+            if self.eval { "at a time" } else { "of a step" },
+            per_step.div_ceil(data),
+        )
+    }
+
+    fn states(&self) -> String {
+        match self.fsdp {
+            true => format!(
+                "1 / {} of weights, gradients and optimizer on each rank; a block's weights are gathered while it computes",
+                self.ranks
+            ),
+            false => "weights, gradients and optimizer whole on each rank (no --fsdp)".to_owned(),
+        }
+    }
+
+    fn checkpoints(&self) -> String {
+        let (every, lost) = match self.save_every {
+            Some(steps) => (format!("every {steps} steps, "), String::new()),
+            None => (String::new(), "; a machine that dies takes all steps with it: see --save-every".to_owned()),
+        };
+        format!(
+            "{every}at the end and on request; the newest {} stay{lost}. To ask: a file save-now in the folder; SIGINT or SIGTERM, \
+             which end the run after the step at hand",
+            self.keep
+        )
     }
 
     fn compute(&self) -> String {
@@ -248,12 +313,14 @@ impl Plan {
 
     fn attention(&self) -> String {
         let heads = self.config.num_attention_heads;
-        let idle = match self.ranks.saturating_sub(heads) {
+        let idle = match self.mesh.ulysses.saturating_sub(heads) {
             0 => String::new(),
             idle => format!("; {idle} ranks attend with no head: use at most {heads} ranks to keep all busy"),
         };
         match &self.schedule {
-            None if self.ranks == 1 => format!("{:?}: all {heads} heads at once, no exchange", self.args().attention),
+            None if self.mesh.ulysses == 1 => {
+                format!("{:?}: all {heads} heads at once, no exchange", self.args().attention)
+            }
             None => format!("{:?}: all {heads} heads at once, exchanged between ranks{idle}", self.args().attention),
             Some(schedule) => {
                 let per_stage = schedule.per_stage();
@@ -261,7 +328,7 @@ impl Plan {
                     Some(_) => "as asked",
                     None => "one a rank",
                 };
-                let uneven = match per_stage % self.ranks {
+                let uneven = match per_stage % self.mesh.ulysses {
                     0 => "",
                     _ => "; not a multiple of the ranks: they wait for each other",
                 };

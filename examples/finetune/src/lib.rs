@@ -5,6 +5,7 @@
 //! cargo run --release -p finetune -- --data FOLDER --seq-len 8192 --ranks 4 --attention upipe --heads-per-stage 4
 //! cargo run --release -p finetune -- --model DIR --data chats.jsonl --epochs 2 --batch 2 --accumulate 4 --lr 1e-5 --schedule cosine --warmup 10
 //! cargo run --release -p finetune -- --model DIR --data book.txt --eval
+//! cargo run --release -p finetune -- --data FOLDER --mesh data=2,ulysses=2 --fsdp --save-every 100 --out run --resume
 //! ```
 //!
 //! [`Args`] is what was typed (or stands in the file of `--config`), [`Plan`] what it means; [`run`] checks everything, then makes the
@@ -17,6 +18,7 @@
 //! | `metrics.csv` | one line a step, written as it happens |
 //! | `loss.svg` | the loss curve |
 //! | `model/` | the weights as transformers loads them, with the tokenizer |
+//! | `checkpoints/` | what `--resume` goes on from |
 //!
 //! ```
 //! use finetune::{Args, Plan};
@@ -38,6 +40,7 @@ mod chat;
 mod cli;
 mod config;
 mod corpus;
+mod deal;
 mod documents;
 mod error;
 mod eval;
@@ -52,17 +55,25 @@ mod picture;
 mod plan;
 mod progress;
 mod ranks;
+mod resume;
+mod saving;
 mod schedule;
+mod start;
 mod template;
 mod tokens;
 mod train;
 mod values;
+mod weights;
 
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use llama::Llama;
+use burn_upipe::learner::stop::Stop;
 
+use resume::Begin;
+
+pub use burn_upipe::learner::stop;
 pub use cli::{Args, one_line};
 pub use corpus::Corpus;
 pub use documents::Documents;
@@ -74,20 +85,36 @@ pub use metrics::{StepMetrics, Table};
 pub use order::Order;
 pub use plan::{ModelSource, OutFolder, Plan};
 pub use progress::Voice;
+pub use resume::Difference;
+pub use saving::Saving;
 pub use schedule::LearningRate;
+pub use start::{Start, initial};
 pub use tokens::{FolderTokenizer, Tokens};
-pub use train::{Halt, Trained, initial_model, train};
-pub use values::{Clip, DataOrder, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom};
+pub use train::{Event, Halt, Trained, train};
+pub use values::{Clip, DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom};
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// It did what was asked for.
+    Complete,
+    /// It was asked to stop after so many steps, and can be resumed.
+    Stopped(usize),
+    /// It was to be resumed, and was complete before.
+    Already,
+}
 
 /// What a run leaves behind.
 #[derive(Clone, Debug)]
 pub struct Summary {
     /// The folder that was made for it, if any.
     pub out: Option<PathBuf>,
-    /// Every step, in order.
+    /// Every step, in order; those before it was resumed as well.
     pub steps: Vec<StepMetrics>,
     /// The loss without training, under `--eval`.
     pub evaluation: Option<Evaluation>,
+    /// How it ended.
+    pub end: End,
 }
 
 /// The whole program: plan, then train or evaluate, and write. What it says goes to `voice`.
@@ -100,32 +127,52 @@ pub struct Summary {
 /// with [`Error::Diverged`]; the last good weights are saved then. A voice that cannot be heard ends no run: if whoever listened has
 /// gone (`finetune | head`), that is no error, and on a full disk it is [`Error::Say`] once everything is saved.
 pub fn run(args: &Args, voice: &Voice) -> Result<Summary> {
+    run_until(args, voice, || Ok(Stop::new()))
+}
+
+/// [`run`], which saves and ends when `stop` says so. That is made when training begins: until then a signal does what it always does.
+///
+/// # Errors
+///
+/// As [`run`], and [`Error::Signals`] if `stop` cannot be had.
+pub fn run_until(args: &Args, voice: &Voice, stop: impl FnOnce() -> io::Result<Stop>) -> Result<Summary> {
     let plan = Plan::new(args)?;
-    let text = plan.to_string();
-    voice.line(&text);
-    let (model, report) = initial_model(&plan)?;
-    if let Some(report) = report {
-        voice.line(&format!("{}\n", report.summary()));
-    }
-    let out = out::claim(&plan.out, "plan.txt", &text)?;
-    if let Some(out) = &out {
-        voice.line(&format!("writing to {}\n", out.display()));
-        out::write(&out.join("config.toml"), &config::resolved(&plan))?;
-    }
-    let summary = match out {
-        Some(out) if !plan.eval => train_into(&plan, model, &out, voice),
-        out => evaluate_into(&plan, model, out, voice),
+    voice.line(&plan.to_string());
+    // A checkpoint has the weights; they are read when the folder is this run's.
+    let start = match out::may_resume(&plan)? {
+        true => None,
+        false => Some(first(&plan, voice)?),
+    };
+    let claimed = out::claim(&plan)?;
+    let summary = match claimed {
+        Some(out::Claimed { path, training: Some(training) }) => train_into(&plan, start, path, training, voice, stop),
+        claimed => {
+            let start = start.map_or_else(|| first(&plan, voice), Ok)?;
+            evaluate_into(&plan, start, claimed.map(|claimed| claimed.path), voice)
+        }
     }?;
     // Last: what was to be kept is on the disk by now.
     voice.failure().map_or(Ok(summary), |error| Err(Error::Say(error)))
 }
 
-fn evaluate_into(plan: &Plan, model: Llama, out: Option<PathBuf>, voice: &Voice) -> Result<Summary> {
+fn first(plan: &Plan, voice: &Voice) -> Result<Start> {
+    let (start, report) = initial(plan)?;
+    if let Some(report) = report {
+        voice.line(&format!("{}\n", report.summary()));
+    }
+    Ok(start)
+}
+
+fn evaluate_into(plan: &Plan, start: Start, out: Option<PathBuf>, voice: &Voice) -> Result<Summary> {
+    if let Some(out) = &out {
+        voice.line(&format!("writing to {}\n", out.display()));
+        out::write(&out.join("config.toml"), &config::resolved(plan))?;
+    }
     voice.begin(plan.corpus.sequences());
     let guard = progress::Bar(voice);
     let evaluation = {
         let voice = voice.clone();
-        evaluate(plan, model, move |done| voice.done(done))
+        evaluate(plan, start, move |done| voice.done(done))
     };
     drop(guard);
     let evaluation = evaluation?;
@@ -137,22 +184,69 @@ fn evaluate_into(plan: &Plan, model: Llama, out: Option<PathBuf>, voice: &Voice)
         let json = serde_json::json!(evaluation);
         out::write(&out.join("eval.json"), &format!("{json:#}\n"))?;
     }
-    Ok(Summary { out, steps: Vec::new(), evaluation: Some(evaluation) })
+    Ok(Summary { out, steps: Vec::new(), evaluation: Some(evaluation), end: End::Complete })
 }
 
-fn train_into(plan: &Plan, model: Llama, out: &Path, voice: &Voice) -> Result<Summary> {
-    let mut table = Table::create(&out.join("metrics.csv"))?;
-    let steps = Arc::new(Mutex::new(Vec::new()));
+fn train_into(
+    plan: &Plan,
+    start: Option<Start>,
+    out: PathBuf,
+    training: out::Training,
+    voice: &Voice,
+    stop: impl FnOnce() -> io::Result<Stop>,
+) -> Result<Summary> {
+    let out::Training { checkpoints, begin } = training;
+    let metrics = out.join("metrics.csv");
+    let (start, mut table, before) = match begin {
+        Begin::Finished => {
+            voice.line(&format!("{}: finished, all {} steps are behind it: nothing to do", out.display(), plan.steps));
+            let (_, steps) = Table::read(&metrics, plan.steps);
+            return Ok(Summary { out: Some(out), steps, evaluation: None, end: End::Already });
+        }
+        Begin::First => {
+            let start = start.map_or_else(|| first(plan, voice), Ok)?;
+            if plan.on_run == OnRun::Resume {
+                voice.line(&format!("no checkpoint in {}: starting at the first step", out.display()));
+            }
+            (start, Table::create(&metrics)?, Vec::new())
+        }
+        Begin::After(checkpoint) => {
+            let state = checkpoint.state();
+            voice.line(&format!(
+                "going on after step {} of {}, from {} (saved on {}; {} tokens seen)",
+                state.step,
+                plan.steps,
+                checkpoint.path().display(),
+                state.mesh,
+                state.tokens_seen
+            ));
+            let (table, before) = Table::resume(&metrics, state.step as usize)?;
+            (Start::Checkpoint(checkpoint), table, before)
+        }
+    };
+    voice.line(&format!("writing to {}\n", out.display()));
+    out::write(&out.join("config.toml"), &config::resolved(plan))?;
+
+    let steps = Arc::new(Mutex::new(before));
     let (log, total) = (steps.clone(), plan.steps);
+    let saving = Saving { out: out.clone(), checkpoints, stop: stop().map_err(Error::Signals)? };
     voice.begin(total);
     let guard = progress::Bar(voice);
     let trained = {
         let voice = voice.clone();
-        train(plan, model, move |step| {
-            table.add(&step)?;
-            voice.line(&step.line(total));
-            voice.done(step.step);
-            log.lock().unwrap_or_else(PoisonError::into_inner).push(step);
+        train(plan, start, saving, move |event| {
+            match event {
+                Event::Step(step) => {
+                    table.add(&step)?;
+                    voice.line(&step.line(total));
+                    voice.done(step.step);
+                    log.lock().unwrap_or_else(PoisonError::into_inner).push(step);
+                }
+                Event::Saved { step, path } => {
+                    voice.line(&format!("checkpoint after step {step} in {}", path.display()));
+                }
+                Event::NotSaved { step, error } => voice.line(&format!("NO checkpoint after step {step}: {error}")),
+            }
             Ok(())
         })
     };
@@ -160,22 +254,19 @@ fn train_into(plan: &Plan, model: Llama, out: &Path, voice: &Voice) -> Result<Su
     let steps = std::mem::take(&mut *steps.lock().unwrap_or_else(PoisonError::into_inner));
     // Also of a run that failed: what was so far is worth a look then.
     let drawn = picture::loss_curve(&out.join("loss.svg"), &steps);
-    let trained = trained?;
+    let Trained { steps: done, stopped, halt, weights, checkpoint } = trained?;
 
-    let folder = out.join("model");
-    if let Some(model) = &trained.model {
-        model.save(&folder).map_err(Error::Save)?;
-        let from = match &plan.model {
-            ModelSource::Folder(folder) => Some(&**folder),
-            ModelSource::Scratch => None,
-        };
-        plan.tokens.save_beside(from, &folder)?;
+    let folder = weights.transpose()?;
+    if let Some(halt) = halt {
+        return Err(Error::Diverged { halt, saved: folder });
     }
-    if let Some(halt) = trained.halt {
-        return Err(Error::Diverged { halt, saved: trained.model.is_some().then_some(folder) });
-    }
+    checkpoint.transpose().map_err(Error::NotSaved)?;
     drawn?;
-    if let ([first, ..], [.., last]) = (&steps[..], &steps[..]) {
+    if stopped {
+        voice.line(&format!("\nstopped after step {done} of {total}, as asked: --resume goes on"));
+        return Ok(Summary { out: Some(out), steps, evaluation: None, end: End::Stopped(done) });
+    }
+    if let ([first, ..], [.., last], Some(folder)) = (&steps[..], &steps[..], folder) {
         voice.line(&format!(
             "\nloss {:.4} -> {:.4} ({:+.0} %) in {} steps\nweights in {}",
             first.loss,
@@ -185,5 +276,5 @@ fn train_into(plan: &Plan, model: Llama, out: &Path, voice: &Voice) -> Result<Su
             folder.display()
         ));
     }
-    Ok(Summary { out: Some(out.to_owned()), steps, evaluation: None })
+    Ok(Summary { out: Some(out), steps, evaluation: None, end: End::Complete })
 }

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use burn_upipe::profile::heap::CountingAllocator;
+use finetune::stop::Stop;
 
 // Makes peak_bytes a count and not an estimate; on the CPU tensors are heap memory.
 #[global_allocator]
@@ -23,7 +24,7 @@ fn main() -> ExitCode {
         Err(finetune::Error::Usage(error)) if !error.use_stderr() => error.exit(),
         Err(error) => return complain(&error),
     };
-    match finetune::run(&args, &finetune::Voice::new(io::stdout()).with_bar()) {
+    match finetune::run_until(&args, &finetune::Voice::new(io::stdout()).with_bar(), Stop::on_signals) {
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => complain(&error),
     }

@@ -1,10 +1,11 @@
 //! What a step was: a line for people, a row for programs.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
+use crate::out;
 
 /// One optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -65,6 +66,37 @@ impl Table {
         Ok(Self { path: path.to_owned(), file })
     }
 
+    /// The table of a run that goes on after `step`: rows of later steps are cut off. With the rows that stay.
+    ///
+    /// A file that is not there, or is another one's, is begun anew.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`].
+    pub fn resume(path: &Path, step: usize) -> Result<(Self, Vec<StepMetrics>)> {
+        let (text, rows) = Self::read(path, step);
+        out::write(path, &text)?;
+        let fail = |source| Error::Write { path: path.to_owned(), source };
+        let file = File::options().append(true).open(path).map_err(fail)?;
+        Ok((Self { path: path.to_owned(), file }, rows))
+    }
+
+    /// The rows up to a step, as text and as numbers.
+    pub(crate) fn read(path: &Path, step: usize) -> (String, Vec<StepMetrics>) {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        let mut lines = text.lines();
+        let ours = lines.next() == Some(Self::HEADER);
+        let (mut kept, mut rows) = (format!("{}\n", Self::HEADER), Vec::new());
+        for line in lines.filter(|_| ours) {
+            // A row that was being written when the machine died is none.
+            if let Some(row) = parse(line).filter(|row| row.step <= step) {
+                kept += &format!("{line}\n");
+                rows.push(row);
+            }
+        }
+        (kept, rows)
+    }
+
     /// Adds a row. Numbers have all their digits: reading them back gives the same bits.
     ///
     /// # Errors
@@ -75,5 +107,52 @@ impl Table {
         // One write a row: whoever reads along never sees half of one.
         let row = format!("{step},{loss},{grad_norm},{lr},{tokens_per_s:.1},{peak_bytes}\n");
         self.file.write_all(row.as_bytes()).map_err(|source| Error::Write { path: self.path.clone(), source })
+    }
+}
+
+fn parse(row: &str) -> Option<StepMetrics> {
+    let mut values = row.split(',');
+    let mut number = || values.next()?.parse::<f64>().ok();
+    let (step, loss, grad_norm, lr, tokens_per_s, peak) =
+        (number()?, number()?, number()?, number()?, number()?, number()?);
+    let whole = |number: f64| (number >= 0.0 && number.fract() == 0.0).then_some(number as usize);
+    let metrics = StepMetrics { step: whole(step)?, loss, grad_norm, lr, tokens_per_s, peak_bytes: whole(peak)? };
+    values.next().is_none().then_some(metrics)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(step: usize) -> StepMetrics {
+        StepMetrics { step, loss: 1.0 / step as f64, grad_norm: 0.1, lr: 3e-3, tokens_per_s: 7.25, peak_bytes: 9 }
+    }
+
+    #[test]
+    fn a_resumed_table_has_every_step_once_and_no_torn_row() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.csv");
+        let mut table = Table::create(&path).unwrap();
+        (1..=4).for_each(|number| table.add(&step(number)).unwrap());
+        let whole = fs::read_to_string(&path).unwrap();
+        fs::write(&path, format!("{whole}5,0.2,0.")).unwrap();
+        let (mut table, rows) = Table::resume(&path, 2).unwrap();
+        assert_eq!(rows.iter().map(|row| (row.step, row.loss)).collect::<Vec<_>>(), [(1, 1.0), (2, 0.5)]);
+        (3..=4).for_each(|number| table.add(&step(number)).unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), whole);
+    }
+
+    #[test]
+    fn a_table_that_is_missing_or_not_ours_is_begun_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.csv");
+        for before in [None, Some("a,b\n1,2\n"), Some("")] {
+            before.inspect(|text| fs::write(&path, text).unwrap());
+            let (mut table, rows) = Table::resume(&path, 3).unwrap();
+            assert_eq!(rows, []);
+            table.add(&step(4)).unwrap();
+            let text = fs::read_to_string(&path).unwrap();
+            assert_eq!(text.lines().collect::<Vec<_>>(), [Table::HEADER, "4,0.25,0.1,0.003,7.2,9"]);
+        }
     }
 }

@@ -1,61 +1,235 @@
-//! The output folder: one run each, never over another one's.
+//! The output folder: one run each, never over another one's unless that is asked for.
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use burn_context_parallel::group::ProcessGroup;
+use burn_upipe::learner::checkpoint::Checkpoints;
+
 use crate::error::{Error, Result};
-use crate::plan::OutFolder;
+use crate::plan::{OutFolder, Plan};
+use crate::resume::{self, Begin};
+use crate::values::OnRun;
+
+/// The plan for people; the first file of a run, by which one is known.
+const PLAN: &str = "plan.txt";
+/// The plan for `--config`.
+const CONFIG: &str = "config.toml";
+/// A line a step.
+const METRICS: &str = "metrics.csv";
+/// The loss curve.
+const CURVE: &str = "loss.svg";
+/// What an evaluation gave.
+const EVALUATION: &str = "eval.json";
+/// The trained weights; see [`weights`].
+const MODEL: &str = "model";
+/// Where a run can go on.
+const CHECKPOINTS: &str = "checkpoints";
+
+/// All that a run writes, what is known by it last: a removal that was cut short can be begun again.
+const NAMES: [&str; 8] = [CHECKPOINTS, MODEL, EVALUATION, CURVE, METRICS, "save-now", CONFIG, PLAN];
+
+/// How a file's name ends until all of it is written.
+const PARTIAL: &str = ".partial";
 
 const REMEDY: &str = "give a new or empty folder in a place that can be written";
 
+/// Who may write to the folder, and where its run begins.
+#[derive(Debug)]
+pub(crate) struct Claimed {
+    /// The folder.
+    pub path: PathBuf,
+    /// `None` for an evaluation.
+    pub training: Option<Training>,
+}
+
+/// What a training goes on from, and where it is saved.
+#[derive(Debug)]
+pub(crate) struct Training {
+    /// Locked for this run.
+    pub checkpoints: Checkpoints,
+    /// Where it begins.
+    pub begin: Begin,
+}
+
+/// Where the trained weights go.
+pub(crate) fn weights(out: &Path) -> PathBuf {
+    out.join(MODEL)
+}
+
+/// Whether they are there.
+pub(crate) fn weights_are_there(out: &Path) -> bool {
+    weights(out).join("model.safetensors").is_file()
+}
+
 /// Checks that a folder can be this run's, without making it.
-pub(crate) fn check(path: &Path) -> Result<()> {
-    let refuse = |problem: String| Err(Error::Out { path: path.to_owned(), problem, remedy: REMEDY });
-    match fs::read_dir(path) {
-        Ok(mut entries) => match entries.next() {
+pub(crate) fn check(path: &Path, on_run: OnRun) -> Result<()> {
+    let refuse = |problem: String, remedy: &'static str| Err(Error::Out { path: path.to_owned(), problem, remedy });
+    let names = match fs::read_dir(path).and_then(|entries| entries.collect::<io::Result<Vec<_>>>()) {
+        Ok(entries) => entries.into_iter().map(|entry| entry.file_name()).collect::<Vec<_>>(),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotADirectory => {
+            return refuse("a file, not a folder".to_owned(), REMEDY);
+        }
+        Err(error) => return refuse(error.to_string(), REMEDY),
+    };
+    let foreign = names.iter().find(|name| {
+        let name = name.to_string_lossy();
+        !NAMES.contains(&name.strip_suffix(PARTIAL).unwrap_or(&name))
+    });
+    match (names.is_empty(), is_run(path), on_run) {
+        (true, ..) | (false, true, OnRun::Resume) => Ok(()),
+        (false, false, OnRun::Refuse) => refuse("the folder is not empty".to_owned(), REMEDY),
+        (false, false, _) => refuse("the folder is not empty, and holds no run".to_owned(), REMEDY),
+        (false, true, OnRun::Refuse) => refuse(
+            "it holds a run".to_owned(),
+            "add --resume to go on with it, --overwrite to begin it anew, or give another folder",
+        ),
+        (false, true, OnRun::Overwrite) => match foreign {
             None => Ok(()),
-            Some(_) => refuse("the folder is not empty".to_owned()),
+            Some(name) => refuse(
+                format!("--overwrite would leave {}, which no run has written", name.display()),
+                "move it away, or give another folder",
+            ),
         },
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        Err(error) if error.kind() == ErrorKind::NotADirectory => refuse("a file, not a folder".to_owned()),
-        Err(error) => refuse(error.to_string()),
     }
 }
 
-/// Makes the folder, with the first file in it: what cannot be written to is known before the run.
-pub(crate) fn claim(out: &OutFolder, name: &str, text: &str) -> Result<Option<PathBuf>> {
-    let fail = |path: &Path, error: std::io::Error| Error::Out {
-        path: path.to_owned(),
-        problem: error.to_string(),
-        remedy: REMEDY,
-    };
-    let (path, made) = match out {
+/// Whether a run was begun there.
+fn is_run(path: &Path) -> bool {
+    // As plans begin; of other people's plans few do.
+    fs::read_to_string(path.join(PLAN)).is_ok_and(|plan| plan.starts_with("model  "))
+}
+
+/// That nothing of these is in a folder that is overwritten.
+pub(crate) fn expect_apart<'a>(
+    out: &Path,
+    inputs: impl IntoIterator<Item = (&'static str, &'a PathBuf)>,
+) -> Result<()> {
+    let Ok(whole) = out.canonicalize() else { return Ok(()) };
+    for (name, input) in inputs {
+        if input.canonicalize().is_ok_and(|input| input.starts_with(&whole)) {
+            return Err(Error::input(
+                format!("{name} {} with --overwrite of {}", input.display(), out.display()),
+                "what is read would be removed: give another --out, or copy it first",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Whether there is a checkpoint to go on from, as far as names tell.
+pub(crate) fn may_resume(plan: &Plan) -> Result<bool> {
+    match &plan.out {
+        OutFolder::Given(path) if plan.on_run == OnRun::Resume => {
+            let saved = Checkpoints::new(path.join(CHECKPOINTS), None).list().map_err(Error::Checkpoint)?;
+            Ok(!saved.is_empty())
+        }
+        _ => Ok(false),
+    }
+}
+
+/// Takes the folder, with the plan in it: what cannot be written to is known before the run. Of a run that is there, and another one
+/// than the plan's, nothing is changed.
+pub(crate) fn claim(plan: &Plan) -> Result<Option<Claimed>> {
+    let (path, made) = match &plan.out {
         OutFolder::Nowhere => return Ok(None),
         OutFolder::Given(path) => {
-            check(path)?;
+            check(path, plan.on_run)?;
             let made = !path.exists();
-            fs::create_dir_all(path).map_err(|error| fail(path, error))?;
+            fs::create_dir_all(path).map_err(|error| refused(path, &error))?;
             (path.clone(), made)
         }
         OutFolder::NewUnder(parent) => {
-            fs::create_dir_all(parent).map_err(|error| fail(parent, error))?;
-            (number(parent).map_err(|error| fail(parent, error))?, true)
+            fs::create_dir_all(parent).map_err(|error| refused(parent, &error))?;
+            (number(parent).map_err(|error| refused(parent, &error))?, true)
         }
     };
-    if let Err(error) = fs::write(path.join(name), text) {
-        // Leaves nothing behind; if that fails too, the first error is the one to tell.
-        let _ = fs::remove_file(path.join(name));
-        if made {
-            let _ = fs::remove_dir(&path);
-        }
-        return Err(fail(&path, error));
+    let begun = begin(plan, &path);
+    if made && begun.is_err() {
+        // Leaves nothing behind; if that fails, the first error is the one to tell.
+        let _ = fs::remove_dir_all(&path);
     }
-    Ok(Some(path))
+    begun.map(|training| Some(Claimed { path, training }))
+}
+
+fn begin(plan: &Plan, path: &Path) -> Result<Option<Training>> {
+    let checkpoints = Checkpoints::new(path.join(CHECKPOINTS), Some(plan.keep));
+    let alone = ProcessGroup::single();
+    // Before anything is looked at or removed: another run may be at work here.
+    if !plan.eval || is_run(path) {
+        checkpoints.claim(&alone).map_err(Error::Checkpoint)?;
+    }
+    if plan.on_run == OnRun::Overwrite {
+        empty(path)?;
+    }
+    let latest = match plan.on_run {
+        OnRun::Resume => checkpoints.latest(&alone).map_err(Error::Checkpoint)?,
+        _ => None,
+    };
+    let begin = latest.map_or(Ok(Begin::First), |checkpoint| resume::begin(plan, checkpoint, path))?;
+    if !matches!(begin, Begin::Finished) {
+        write(&path.join(PLAN), &plan.to_string()).map_err(|error| match error {
+            Error::Write { source, .. } => refused(path, &source),
+            other => other,
+        })?;
+    }
+    if plan.eval {
+        // Nothing is saved. Where other checkpoints are, or none, the folder stays as it is.
+        drop(checkpoints);
+        let folder = path.join(CHECKPOINTS);
+        let _ = fs::remove_file(folder.join(".lock"));
+        let _ = fs::remove_dir(folder);
+        return Ok(None);
+    }
+    Ok(Some(Training { checkpoints, begin }))
+}
+
+fn refused(path: &Path, error: &io::Error) -> Error {
+    Error::Out { path: path.to_owned(), problem: error.to_string(), remedy: REMEDY }
+}
+
+/// Removes what a run wrote, but for the lock that this one holds.
+fn empty(out: &Path) -> Result<()> {
+    for name in NAMES.iter().flat_map(|name| [format!("{name}{PARTIAL}"), (*name).to_owned()]) {
+        let path = out.join(&name);
+        let removed = match fs::symlink_metadata(&path) {
+            Err(error) => Err(error),
+            Ok(found) if found.is_dir() => remove_in(&path, name == CHECKPOINTS),
+            Ok(_) => fs::remove_file(&path),
+        };
+        match removed {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(Error::Out {
+                    path,
+                    problem: error.to_string(),
+                    remedy: "let it be removed, or give another folder",
+                });
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn remove_in(folder: &Path, locked: bool) -> io::Result<()> {
+    if !locked {
+        return fs::remove_dir_all(folder);
+    }
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        match entry.file_type()?.is_dir() {
+            true => fs::remove_dir_all(entry.path())?,
+            false if entry.file_name() == ".lock" => {}
+            false => fs::remove_file(entry.path())?,
+        }
+    }
+    Ok(())
 }
 
 /// A new folder with the first free number.
-fn number(parent: &Path) -> std::io::Result<PathBuf> {
+fn number(parent: &Path) -> io::Result<PathBuf> {
     for number in 1u32.. {
         let path = parent.join(format!("{number:04}"));
         // Making it is the test: of two runs that start together, only one gets the number.
@@ -68,7 +242,11 @@ fn number(parent: &Path) -> std::io::Result<PathBuf> {
     Err(ErrorKind::AlreadyExists.into())
 }
 
-/// Writes a text file.
+/// Writes a text file, whole or not at all.
 pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).map_err(|source| Error::Write { path: path.to_owned(), source })
+    let mut scratch = path.as_os_str().to_owned();
+    scratch.push(PARTIAL);
+    fs::write(&scratch, text)
+        .and_then(|()| fs::rename(&scratch, path))
+        .map_err(|source| Error::Write { path: path.to_owned(), source })
 }

@@ -1,11 +1,12 @@
 //! What the arguments mean: every value resolved and checked. Why each is what it is stands in [`explain`](crate::explain).
 //!
-//! S sequence, L = ceil(S / P) local sequence, P ranks, B sequences side by side, H query heads, U query heads a stage.
+//! S sequence, L = ceil(S / P) local sequence, P ranks of a sequence, B sequences side by side, H query heads, U query heads a stage.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use burn_context_parallel::group::MAX_RANKS;
+use burn_context_parallel::group::{MAX_RANKS, MeshShape};
 use burn_context_parallel::sequence::SequenceLayout;
 use burn_upipe::upipe::{AttentionScheme, Schedule as StageSchedule};
 use llama::{LlamaConfig, LlamaError, ParallelConfig};
@@ -19,7 +20,7 @@ use crate::order::Order;
 use crate::out;
 use crate::schedule::LearningRate;
 use crate::tokens::{BYTES, Tokens};
-use crate::values::{Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom};
+use crate::values::{OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, mesh_word};
 
 /// Where neither --steps nor --epochs says.
 pub(crate) const STEPS: usize = 40;
@@ -73,9 +74,13 @@ pub struct Plan {
     pub accumulate: usize,
     /// Which sequences each step takes.
     pub order: Order,
-    /// Ranks that share each sequence, P.
+    /// All ranks.
     pub ranks: usize,
-    /// Which tokens each rank holds.
+    /// How they are divided: `data` replicas of `ulysses` ranks, P, that share each sequence.
+    pub mesh: MeshShape,
+    /// Whether weights, gradients and optimizer are in shards over all ranks.
+    pub fsdp: bool,
+    /// Which tokens each of the P ranks holds.
     pub layout: SequenceLayout,
     /// Which heads each rank holds at each stage, under U-Pipe.
     pub schedule: Option<StageSchedule>,
@@ -97,6 +102,12 @@ pub struct Plan {
     pub eval: bool,
     /// Where results go.
     pub out: OutFolder,
+    /// What becomes of a run that is there.
+    pub on_run: OnRun,
+    /// Steps between checkpoints, beside those that are saved in any case.
+    pub save_every: Option<usize>,
+    /// Checkpoints that stay.
+    pub keep: NonZeroUsize,
     /// What was typed, for the reasons.
     args: Args,
 }
@@ -108,30 +119,36 @@ impl Plan {
     ///
     /// What is wrong with the arguments, the text or the model's folder, all with [`Error::exit_code`] 2.
     pub fn new(args: &Args) -> Result<Self> {
-        let ranks = ranks(args)?;
+        let (mesh, ranks) = mesh(args)?;
+        let on_run = on_run(args)?;
         let out = match &args.out {
             Some(path) => {
-                out::check(path)?;
+                out::check(path, on_run)?;
+                if on_run == OnRun::Overwrite {
+                    out::expect_apart(path, args.model.iter().map(|model| ("--model", model)))?;
+                    out::expect_apart(path, args.data.iter().map(|data| ("--data", data)))?;
+                }
                 OutFolder::Given(path.clone())
             }
             None if args.eval => OutFolder::Nowhere,
             None => OutFolder::NewUnder("runs".into()),
         };
         let (model, mut config) = model(args)?;
-        let schedule = schedule(args, &config, ranks)?;
+        let schedule = schedule(args, &config, mesh.ulysses)?;
         let tokens = tokens(args, &config)?;
         let (corpus, packing) = corpus(args, &config, &tokens)?;
         let seq_len = corpus.seq_len;
         if model == ModelSource::Scratch {
             config.max_position_embeddings = seq_len;
         }
-        if ranks > seq_len {
+        if mesh.ulysses > seq_len {
+            let asked = args.mesh.map_or_else(|| format!("--ranks {ranks}"), |_| format!("--mesh {}", mesh_word(mesh)));
             return Err(Error::input(
-                format!("--ranks {ranks} for sequences of {seq_len} tokens"),
-                format!("use at most {seq_len}, or a longer --seq-len: every rank needs a token"),
+                format!("{asked} for sequences of {seq_len} tokens"),
+                format!("use at most {seq_len}, or a longer --seq-len: every rank of a sequence needs a token"),
             ));
         }
-        let layout = SequenceLayout::contiguous(seq_len, ranks).map_err(core)?;
+        let layout = SequenceLayout::contiguous(seq_len, mesh.ulysses).map_err(core)?;
         let local = layout.local_len(0);
         let largest = ParallelConfig::all();
         let parallel = ParallelConfig {
@@ -159,6 +176,8 @@ impl Plan {
             accumulate: args.accumulate,
             order,
             ranks,
+            mesh,
+            fsdp: args.fsdp,
             layout,
             schedule,
             parallel,
@@ -170,6 +189,9 @@ impl Plan {
             seed: args.seed,
             eval: args.eval,
             out,
+            on_run,
+            save_every: args.save_every,
+            keep: NonZeroUsize::new(args.keep).unwrap_or(NonZeroUsize::MIN),
             args: args.clone(),
         })
     }
@@ -180,18 +202,52 @@ impl Plan {
     }
 }
 
-fn ranks(args: &Args) -> Result<usize> {
-    match (args.attention, args.ranks) {
-        (Scheme::Single, None | Some(1)) => Ok(1),
-        (Scheme::Single, Some(ranks)) => Err(Error::input(
-            format!("--attention single with --ranks {ranks}"),
-            "leave --ranks out, or use ulysses or upipe",
-        )),
-        (_, None) => Ok(4),
-        (_, Some(ranks)) if ranks > MAX_RANKS => {
-            Err(Error::input(format!("--ranks {ranks}"), format!("use at most {MAX_RANKS}")))
+fn on_run(args: &Args) -> Result<OnRun> {
+    let on_run = match (args.resume, args.overwrite) {
+        (false, false) => return Ok(OnRun::Refuse),
+        (true, true) => {
+            let remedy = "--resume goes on with the run in --out, --overwrite replaces it: use one of them";
+            return Err(Error::input("--resume and --overwrite together", remedy));
         }
-        (_, Some(ranks)) => Ok(ranks),
+        (true, false) => OnRun::Resume,
+        (false, true) => OnRun::Overwrite,
+    };
+    let name = if args.resume { "--resume" } else { "--overwrite" };
+    if args.out.is_none() {
+        return Err(Error::input(format!("{name} without --out"), "name the run's folder: --out runs/0001"));
+    }
+    if args.resume && args.eval {
+        return Err(Error::input("--resume with --eval", "an evaluation starts anew each time: leave --resume out"));
+    }
+    Ok(on_run)
+}
+
+/// The degrees, and how many ranks they make.
+fn mesh(args: &Args) -> Result<(MeshShape, usize)> {
+    let single = args.attention == Scheme::Single;
+    let mesh = match (args.mesh, args.ranks) {
+        (Some(mesh), _) => mesh,
+        (None, None) => MeshShape { ulysses: if single { 1 } else { 4 }, ..MeshShape::default() },
+        (None, Some(ranks)) => MeshShape { ulysses: ranks, ..MeshShape::default() },
+    };
+    let asked =
+        args.mesh.map_or_else(|| format!("--ranks {}", mesh.ulysses), |mesh| format!("--mesh {}", mesh_word(mesh)));
+    if single && mesh.ulysses > 1 {
+        let remedy = match args.mesh {
+            None => format!("leave --ranks out, use --mesh data={}, or use ulysses or upipe", mesh.ulysses),
+            Some(_) => "use ulysses=1, or --attention ulysses or upipe".to_owned(),
+        };
+        return Err(Error::input(format!("--attention single with {asked}"), remedy));
+    }
+    let Some(ranks) = mesh.ranks().filter(|ranks| *ranks <= MAX_RANKS) else {
+        return Err(Error::input(asked, format!("use at most {MAX_RANKS} ranks")));
+    };
+    match args.ranks {
+        Some(given) if given != ranks => Err(Error::input(
+            format!("{mesh} needs {ranks} ranks, --ranks {given} was given"),
+            format!("leave --ranks out, or use --ranks {ranks}"),
+        )),
+        _ => Ok((mesh, ranks)),
     }
 }
 
@@ -372,7 +428,33 @@ mod tests {
     #[case("--warmup 4 --schedule cosine", "from 0 in 4 steps, then 0.003 down to 0 by half a cosine over 36 steps")]
     #[case("--lr 1e-3", "rate         0.001; as asked")]
     #[case("", "rate         0.003; 0.003 is the default from scratch")]
-    #[case("--ranks 2", "all together on each sequence")]
+    #[case("--ranks 2", "2, as asked; threads of this process, all together on each sequence")]
+    #[case(
+        "--mesh data=2,ulysses=3 --ranks 6",
+        "6 = data=2 x ulysses=3, as asked; threads of this process: 2 replicas, 3 ranks together on each sequence"
+    )]
+    #[case("--mesh data=2,ulysses=4 --seq-len 64", "16 tokens a rank, 64 / 4 rounded up")]
+    #[case(
+        "--mesh data=3 --attention single",
+        "3 = data=3, as asked; threads of this process: 3 replicas, one rank on"
+    )]
+    #[case(
+        "--seq-len 64 --mesh data=2 --batch 2 --accumulate 3",
+        "6 sequences of a step are dealt in turn, up to 3 each, in 2 micro-batches"
+    )]
+    #[case(
+        "--seq-len 64 --mesh data=3 --batch 2",
+        "2 sequences of a step are dealt in turn, up to 1 each, in 1 micro-"
+    )]
+    #[case("--seq-len 64 --mesh data=3 --batch 2", "1 replicas have none: use data=2")]
+    #[case("--fsdp", "1 / 4 of weights, gradients and optimizer on each rank")]
+    #[case("", "whole on each rank (no --fsdp)")]
+    #[case(
+        "",
+        "checkpoints  at the end and on request; the newest 2 stay; a machine that dies takes all steps with it: see"
+    )]
+    #[case("--save-every 7 --keep 3", "checkpoints  every 7 steps, at the end and on request; the newest 3 stay")]
+    #[case("--seq-len 64 --mesh data=2 --batch 2 --eval", "loss over all sequences, 4 at a time")]
     #[case("--seq-len 64 --sequences 3 --batch 2 --eval", "loss over all sequences, 2 at a time")]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]
     fn derived_values_are_shown_with_their_reason(#[case] args: &str, #[case] expected: &str) {

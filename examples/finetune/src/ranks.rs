@@ -3,15 +3,15 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use burn::module::Module;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_context_parallel::Result as CoreResult;
-use burn_context_parallel::group::{LaunchConfig, ProcessGroup, ReduceOp, launch};
+use burn_context_parallel::group::{LaunchConfig, Mesh, ProcessGroup, ReduceOp, launch};
 use burn_context_parallel::sequence::Batch;
-use llama::Llama;
 
+use crate::deal::deal;
 use crate::error::Result;
 use crate::plan::Plan;
+use crate::start::{Ready, Start};
 
 /// What a rank may end with.
 pub(crate) type RankResult<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -22,28 +22,32 @@ const TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 /// Runs `rank` on every rank with a model of its own on `device`, and gives what the first one gives.
 pub(crate) fn on_ranks<T: Send + 'static>(
     plan: &Plan,
-    model: Llama,
+    start: Start,
     device: &Device,
-    rank: impl Fn(&Plan, Llama, &ProcessGroup) -> RankResult<T> + Send + Sync + 'static,
+    rank: impl Fn(&Plan, Ready, &Mesh) -> RankResult<T> + Send + Sync + 'static,
 ) -> Result<T> {
-    // Forked here, one by one: ranks may share memory, never the leaves of a graph.
-    let models: Vec<Llama> = (0..plan.ranks).map(|_| model.clone().fork(device)).collect();
-    drop(model);
-    let shared = Arc::new((plan.clone(), Mutex::new(models)));
+    let copies = start.copies(plan.ranks, device);
+    let start = match start {
+        // Each rank has its own by now.
+        Start::Whole(_) => Start::Shards,
+        start => start,
+    };
+    let shared = Arc::new((plan.clone(), Mutex::new(copies), start, device.clone()));
     let config = LaunchConfig::new(plan.ranks).with_timeout(TIMEOUT);
     let results = launch(config, move |world| {
-        let (plan, models) = &*shared;
-        let model = models.lock().unwrap_or_else(PoisonError::into_inner).pop().expect("one a rank");
-        rank(plan, model, &world)
+        let (plan, copies, start, device) = &*shared;
+        let mesh = Mesh::new(&world, plan.mesh)?;
+        let copy = copies.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let ready = start.on_rank(plan, copy, &mesh, device)?;
+        rank(plan, ready, &mesh)
     })?;
     Ok(results.into_iter().next().expect("at least one rank"))
 }
 
-/// Sequences as micro-batches of at most B rows, and how many targets they have together.
-pub(crate) fn micro_batches(plan: &Plan, sequences: &[usize]) -> CoreResult<(Vec<Batch>, usize)> {
-    let batches = sequences.chunks(plan.batch).map(|rows| plan.corpus.batch(rows)).collect::<CoreResult<Vec<_>>>()?;
-    let targets = batches.iter().map(Batch::valid).sum();
-    Ok((batches, targets))
+/// This rank's replica's part of some sequences as micro-batches of at most B rows; every replica has as many.
+pub(crate) fn micro_batches(plan: &Plan, sequences: &[usize], mesh: &Mesh) -> CoreResult<Vec<Batch>> {
+    let dealt = deal(sequences, mesh.coordinates().data, plan.mesh.data, plan.batch);
+    dealt.iter().map(|rows| plan.corpus.batch(rows)).collect()
 }
 
 /// The sum of a number over ranks, the same bits on each.

@@ -1,21 +1,29 @@
-//! The training loop: every rank runs it, each on its own part of every sequence.
+//! The training loop: every rank runs it, each on its own part of its replica's sequences.
 
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use burn::module::Module;
-use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::{DType, Device};
+use burn::optim::{AdamW, GradientsAccumulator, GradientsParams};
+use burn::tensor::Device;
 use burn_context_parallel::collective::sum_gradients;
-use burn_context_parallel::group::ProcessGroup;
+use burn_context_parallel::fsdp::{Fsdp, ShardedOptimizer, StatePlace};
+use burn_context_parallel::group::{Axis, Mesh};
+use burn_upipe::learner::checkpoint::CheckpointError;
+use burn_upipe::learner::stop::Decision;
+use burn_upipe::learner::training::{Holding, restore};
 use burn_upipe::profile::heap;
-use llama::{Llama, LlamaError, LoadReport, adamw, clip_grad_norm, load_as, not_finite, precision};
+use llama::{Llama, adamw_rule, clip_grad_norm, precision};
 
 use crate::error::{Error, Result};
 use crate::metrics::StepMetrics;
-use crate::plan::{ModelSource, Plan};
+use crate::plan::Plan;
 use crate::ranks::{RankResult, micro_batches, number, on_ranks, sum};
+use crate::saving::{Done, Saving};
+use crate::start::{Ready, Start};
+use crate::weights::{agree, broken, save};
 
 /// Why training stopped before its last step.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,42 +50,44 @@ impl fmt::Display for Halt {
     }
 }
 
+/// What happens in a training.
+#[derive(Debug)]
+pub enum Event {
+    /// A step was taken.
+    Step(StepMetrics),
+    /// A checkpoint is on disk.
+    Saved {
+        /// After this step.
+        step: usize,
+        /// Where.
+        path: PathBuf,
+    },
+    /// A checkpoint is not; training goes on.
+    NotSaved {
+        /// After this step.
+        step: usize,
+        /// Why not.
+        error: String,
+    },
+}
+
 /// What training gives.
 #[derive(Debug)]
 pub struct Trained {
-    /// The last good weights, off the tape: those after the last step, or if training halted, the last ones whose loss and
-    /// gradients were finite, or else the initial ones.
-    pub model: Option<Llama>,
-    /// Why it stopped early.
+    /// Steps behind the run.
+    pub steps: usize,
+    /// Whether it was asked to stop before its last one.
+    pub stopped: bool,
+    /// Why it stopped by itself.
     pub halt: Option<Halt>,
+    /// Where the weights are, of a run that is over: those after the last step, or if training halted, the last ones whose loss and
+    /// gradients were finite, or else the initial ones.
+    pub weights: Option<Result<PathBuf>>,
+    /// The last checkpoint, unless training halted.
+    pub checkpoint: Option<std::result::Result<PathBuf, CheckpointError>>,
 }
 
-/// The model that every rank starts from, on one device: it depends on the seed or the folder, not on ranks. With what loading a
-/// folder did.
-///
-/// # Errors
-///
-/// [`Error::Model`], also for weights that are not finite.
-pub fn initial_model(plan: &Plan) -> Result<(Llama, Option<LoadReport>)> {
-    let device = Device::flex().autodiff();
-    match &plan.model {
-        ModelSource::Scratch => {
-            device.seed(plan.seed);
-            Ok((Llama::init(&plan.config, &plan.parallel, &device).map_err(Error::Model)?, None))
-        }
-        ModelSource::Folder(folder) => {
-            // f32 whatever the file has: these are the weights that the optimizer changes.
-            let (model, report) = load_as(folder, &plan.parallel, &device, DType::F32).map_err(Error::Model)?;
-            if let Some(name) = not_finite(&model) {
-                let problem = format!("{name} has values that are not finite numbers");
-                return Err(Error::Model(LlamaError::Weights { path: folder.clone(), problem }));
-            }
-            Ok((model, Some(report)))
-        }
-    }
-}
-
-/// Trains over the plan's ranks. `report` is called once a step, by the first rank.
+/// Trains over the plan's ranks from `start`, saving as the plan and `saving` say. `report` is called by the first rank.
 ///
 /// # Errors
 ///
@@ -85,101 +95,202 @@ pub fn initial_model(plan: &Plan) -> Result<(Llama, Option<LoadReport>)> {
 ///
 /// # Memory
 ///
-/// A rank: weights, gradients and two moments; with several micro-batches a step one more copy of the gradients; in bf16 the
-/// weights once more at half their size; the first rank one more copy of the weights, the last good ones.
+/// A rank: weights, gradients and two moments, or under FSDP its shards of them and a block's weights; with several micro-batches a step
+/// one more copy of the gradients; in bf16 the weights once more at half their size; the first rank one more copy of the weights, the
+/// last good ones (under FSDP each of its shards).
 pub fn train(
     plan: &Plan,
-    model: Llama,
-    report: impl FnMut(StepMetrics) -> Result<()> + Send + 'static,
+    start: Start,
+    saving: Saving,
+    report: impl FnMut(Event) -> Result<()> + Send + 'static,
 ) -> Result<Trained> {
     let device = Device::flex().autodiff();
-    let report = Mutex::new(report);
-    on_ranks(plan, model, &device.clone(), move |plan, model, world| {
-        rank(plan, model, world, &device, |step| (report.lock().unwrap_or_else(PoisonError::into_inner))(step))
+    let (report, saving) = (Mutex::new(report), Arc::new(saving));
+    on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
+        let report = |event| (report.lock().unwrap_or_else(PoisonError::into_inner))(event);
+        Rank { plan, mesh, saving: &saving, device: &device, holding: ready.holding.clone() }.train(ready, report)
     })
 }
 
-/// One rank's training; on the first one with a result.
-fn rank(
-    plan: &Plan,
-    mut model: Llama,
-    world: &ProcessGroup,
-    device: &Device,
-    report: impl Fn(StepMetrics) -> Result<()>,
-) -> RankResult<Trained> {
-    let first = world.rank() == 0;
-    let mut optimizer = adamw(plan.weight_decay as f32);
-    // With the number of steps behind them. A model is not copied by this: its tensors are shared until a step makes new ones.
-    let mut good = first.then(|| (0, model.valid()));
-    let mut last = (f64::NAN, f64::NAN);
-    for step in 0..plan.steps {
-        let started = Instant::now();
-        if first {
-            heap::reset_peak();
-        }
-        let sequences = plan.order.step(step);
-        let (value, grads) = gradients(plan, &model, &sequences, world, device)?;
-        let grads = sum_gradients(grads, &model, world)?;
-        let (grads, grad_norm) = clip_grad_norm(grads, &model, plan.clip.unwrap_or(f64::INFINITY), world)?;
+/// One rank of a training.
+struct Rank<'a> {
+    plan: &'a Plan,
+    mesh: &'a Mesh,
+    saving: &'a Saving,
+    device: &'a Device,
+    holding: Holding,
+}
 
-        // Loss and norm are the same bits on every rank, so all take the same way here.
-        if !value.is_finite() || !grad_norm.is_finite() {
-            return Ok(halted(good, step + 1, (value, grad_norm), None));
+impl Rank<'_> {
+    fn train(&self, ready: Ready, report: impl Fn(Event) -> Result<()>) -> RankResult<Trained> {
+        let Self { plan, mesh, .. } = *self;
+        let first = mesh.world().rank() == 0;
+        let mut model = ready.model;
+        let mut optimizer = ShardedOptimizer::new(adamw_rule(plan.weight_decay as f32), StatePlace::Device);
+        let mut done = Done::default();
+        if let Some(checkpoint) = &ready.checkpoint {
+            model = restore(model, &mut optimizer, &self.holding, checkpoint)?;
+            let state = checkpoint.state();
+            done = Done { steps: state.step as usize, tokens: state.tokens_seen, targets: state.valid_tokens_seen };
         }
-        if first {
-            good = Some((step, model.valid()));
+        // With the number of steps behind them. A model is not copied by this: its tensors are shared until a step makes new ones.
+        let keeps = first || self.fsdp().is_some();
+        let mut good = keeps.then(|| (done.steps, model.valid()));
+        let mut last = (f64::NAN, f64::NAN);
+        while done.steps < plan.steps {
+            let started = Instant::now();
+            if first {
+                heap::reset_peak();
+            }
+            let step = done.steps;
+            let sequences = plan.order.step(step);
+            let (value, grads) = self.gradients(&model, &sequences)?;
+            let (grads, grad_norm) = self.whole(grads, &model)?;
+
+            // Loss and norm are the same bits on every rank, so all take the same way here.
+            last = (value, grad_norm);
+            if !value.is_finite() || !grad_norm.is_finite() {
+                return self.halted(good, step + 1, last, None);
+            }
+            if keeps {
+                good = Some((step, model.valid()));
+            }
+            let lr = plan.rate.at(step);
+            model = optimizer.step(lr, model, grads);
+            let tokens = sequences.len() * plan.seq_len;
+            done.steps += 1;
+            done.tokens += tokens as u64;
+            done.targets += plan.corpus.targets_of(&sequences) as u64;
+            if first {
+                report(Event::Step(StepMetrics {
+                    step: step + 1,
+                    loss: value,
+                    grad_norm,
+                    lr,
+                    tokens_per_s: tokens as f64 / started.elapsed().as_secs_f64(),
+                    peak_bytes: heap::peak(),
+                }))?;
+            }
+            if done.steps == plan.steps {
+                break; // what is due now is saved below
+            }
+            let decision = self.saving.decide(plan, done.steps, mesh)?;
+            if decision == Decision::Continue {
+                continue;
+            }
+            if let Some(name) = broken(&model, &self.holding)? {
+                return self.halted(good, done.steps, last, Some(name));
+            }
+            let saved = self.checkpoint(&model, &optimizer, done, false, &report)?;
+            if decision == Decision::SaveAndStop {
+                let stopped = Trained { steps: done.steps, stopped: true, halt: None, weights: None, checkpoint: None };
+                return Ok(Trained { checkpoint: Some(saved), ..stopped });
+            }
         }
-        last = (value, grad_norm);
-        let lr = plan.rate.at(step);
-        model = optimizer.step(lr, model, grads);
-        if first {
-            report(StepMetrics {
-                step: step + 1,
-                loss: value,
-                grad_norm,
-                lr,
-                tokens_per_s: (sequences.len() * plan.seq_len) as f64 / started.elapsed().as_secs_f64(),
-                peak_bytes: heap::peak(),
+        // No loss speaks for what the last step made.
+        if let Some(name) = broken(&model, &self.holding)? {
+            return self.halted(good, done.steps, last, Some(name));
+        }
+        drop(good);
+        let weights = save(&model.valid(), plan, &self.saving.out, &self.holding)?;
+        let weights_saved = weights.as_ref().is_some_and(Result::is_ok);
+        let checkpoint = self.checkpoint(&model, &optimizer, done, weights_saved, &report)?;
+        Ok(Trained { steps: done.steps, stopped: false, halt: None, weights, checkpoint: Some(checkpoint) })
+    }
+
+    fn fsdp(&self) -> Option<&Fsdp> {
+        match &self.holding {
+            Holding::Sharded(fsdp) => Some(fsdp),
+            Holding::Whole(_) => None,
+        }
+    }
+
+    /// Saves, and says so. An error is the world's end only if the world has failed.
+    fn checkpoint(
+        &self,
+        model: &Llama,
+        optimizer: &ShardedOptimizer<AdamW>,
+        done: Done,
+        weights_saved: bool,
+        report: &impl Fn(Event) -> Result<()>,
+    ) -> RankResult<std::result::Result<PathBuf, CheckpointError>> {
+        let saved = self.saving.save(self.plan, model, optimizer, &self.holding, self.mesh, done, weights_saved);
+        if let Err(CheckpointError::Group(error)) = saved {
+            return Err(error.into());
+        }
+        if self.mesh.world().rank() == 0 {
+            let step = done.steps;
+            report(match &saved {
+                Ok(path) => Event::Saved { step, path: path.clone() },
+                Err(error) => Event::NotSaved { step, error: error.to_string() },
             })?;
+            if saved.is_ok()
+                && let Err(error) = self.saving.save_now().served()
+            {
+                let path = self.saving.save_now().path().to_owned();
+                return Err(Box::new(Error::Write { path, source: error }));
+            }
         }
+        Ok(saved)
     }
-    if !first {
-        return Ok(Trained { model: None, halt: None });
-    }
-    // No loss speaks for what the last step made.
-    let model = model.valid();
-    match not_finite(&model) {
-        None => Ok(Trained { model: Some(model), halt: None }),
-        broken => Ok(halted(good, plan.steps, last, broken)),
-    }
-}
 
-fn halted(good: Option<(usize, Llama)>, step: usize, (loss, grad_norm): (f64, f64), broken: Option<String>) -> Trained {
-    // A weight that no token of a step uses does not show in its loss.
-    let good = good.filter(|(_, model)| not_finite(model).is_none());
-    let kept = good.as_ref().map(|(steps, _)| *steps);
-    Trained { model: good.map(|(_, model)| model), halt: Some(Halt { step, loss, grad_norm, broken, kept }) }
-}
-
-/// The loss of a step, one mean over the targets of all its micro-batches and ranks, and this rank's part of its gradients.
-fn gradients(
-    plan: &Plan,
-    model: &Llama,
-    sequences: &[usize],
-    world: &ProcessGroup,
-    device: &Device,
-) -> RankResult<(f64, GradientsParams)> {
-    let (batches, targets) = micro_batches(plan, sequences)?;
-    // Rounded anew each step: what an update adds gathers in f32, however small it is.
-    let compute = precision::compute(model, plan.precision.dtype());
-    let mut accumulated = GradientsAccumulator::new();
-    let mut value = 0.0;
-    for batch in batches {
-        let shard = batch.shard(&plan.layout, world.rank(), device)?;
-        let share = compute.loss_over(&shard, world, targets)?.share;
-        value += number(&share);
-        let grads = GradientsParams::from_grads(share.backward(), &compute);
-        accumulated.accumulate(model, precision::to_f32(grads, model));
+    fn halted(
+        &self,
+        good: Option<(usize, Llama)>,
+        step: usize,
+        (loss, grad_norm): (f64, f64),
+        name: Option<String>,
+    ) -> RankResult<Trained> {
+        // A weight that no token of a step uses does not show in its loss. Ranks that keep nothing ask along.
+        let found = match &good {
+            Some((_, model)) => broken(model, &self.holding)?,
+            None => agree(None, self.mesh.world())?,
+        };
+        let good = good.filter(|_| found.is_none());
+        let kept = good.as_ref().map(|(steps, _)| *steps);
+        let weights = match &good {
+            Some((_, model)) => save(model, self.plan, &self.saving.out, &self.holding)?,
+            None => None,
+        };
+        let halt = Some(Halt { step, loss, grad_norm, broken: name, kept });
+        Ok(Trained { steps: step - 1, stopped: false, halt, weights, checkpoint: None })
     }
-    Ok((sum(value, world)?, accumulated.grads()))
+
+    /// A step's gradients, summed over ranks and clipped, and their norm.
+    fn whole(&self, grads: GradientsParams, model: &Llama) -> RankResult<(GradientsParams, f64)> {
+        let max_norm = self.plan.clip.unwrap_or(f64::INFINITY);
+        Ok(match self.fsdp() {
+            Some(fsdp) => fsdp.clip_grad_norm(fsdp.finish(grads, model)?, model, max_norm)?,
+            None => {
+                let world = self.mesh.world();
+                clip_grad_norm(sum_gradients(grads, model, world)?, model, max_norm, world)?
+            }
+        })
+    }
+
+    /// The loss of a step, one mean over the targets of all its micro-batches and ranks, and this rank's part of its gradients.
+    fn gradients(&self, model: &Llama, sequences: &[usize]) -> RankResult<(f64, GradientsParams)> {
+        let Self { plan, mesh, device, .. } = self;
+        let targets = plan.corpus.targets_of(sequences);
+        let sequence = mesh.axis(Axis::Ulysses);
+        // Rounded anew each step: what an update adds gathers in f32, however small it is. Under FSDP whole weights are rounded as they
+        // are gathered.
+        let compute = match self.fsdp() {
+            Some(fsdp) => {
+                fsdp.begin(model);
+                model.clone()
+            }
+            None => precision::compute(model, plan.precision.dtype()),
+        };
+        let mut accumulated = GradientsAccumulator::new();
+        let mut value = 0.0;
+        for batch in micro_batches(plan, sequences, mesh)? {
+            let shard = batch.shard(&plan.layout, sequence.rank(), device)?;
+            let share = compute.loss_over(&shard, sequence, targets)?.share;
+            value += number(&share);
+            let grads = GradientsParams::from_grads(share.backward(), &compute);
+            accumulated.accumulate(model, precision::to_f32(grads, model));
+        }
+        Ok((sum(value, mesh.world())?, accumulated.grads()))
+    }
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use burn::tensor::DType;
+use burn_context_parallel::group::{Axis, MeshShape};
 use clap::ValueEnum;
 
 /// How attention runs.
@@ -24,6 +25,17 @@ pub enum Switch {
     On,
     /// Off.
     Off,
+}
+
+/// What becomes of a run that is in the output folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnRun {
+    /// It stays, and nothing starts.
+    Refuse,
+    /// It goes on.
+    Resume,
+    /// It is replaced.
+    Overwrite,
 }
 
 /// How text becomes token ids.
@@ -141,6 +153,35 @@ impl fmt::Display for Clip {
     }
 }
 
+/// Degrees of a mesh: `data=2,ulysses=2`, an axis that is not named 1.
+pub(crate) fn mesh(text: &str) -> Result<MeshShape, String> {
+    const FORM: &str = "give data=N,ulysses=M, or one of the two";
+    let mut shape = MeshShape::default();
+    let mut named = Vec::new();
+    for part in text.split(',') {
+        let (name, degree) =
+            part.split_once('=').ok_or_else(|| format!("{part:?} is no axis with a degree: {FORM}"))?;
+        let axis = Axis::ALL.into_iter().find(|axis| axis.to_string() == name.trim());
+        let to = match axis {
+            Some(Axis::Data) => &mut shape.data,
+            Some(Axis::Ulysses) => &mut shape.ulysses,
+            Some(Axis::Ring) => return Err(format!("ring attention is not built: {FORM}")),
+            None => return Err(format!("no axis is called {:?}: {FORM}", name.trim())),
+        };
+        if named.contains(&axis) {
+            return Err(format!("{} is there twice: {FORM}", name.trim()));
+        }
+        named.push(axis);
+        *to = at_least::<1>(degree.trim()).map_err(|remedy| format!("{}: {remedy}", part.trim()))?;
+    }
+    Ok(shape)
+}
+
+/// As it is typed.
+pub(crate) fn mesh_word(shape: MeshShape) -> String {
+    format!("data={},ulysses={}", shape.data, shape.ulysses)
+}
+
 pub(crate) fn at_least<const MIN: usize>(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(number) if number >= MIN => Ok(number),
@@ -189,6 +230,33 @@ mod tests {
     #[case("-2", false, false)]
     fn a_number_is_one_in_32_bits_too(#[case] text: &str, #[case] above: bool, #[case] from: bool) {
         assert_eq!((positive(text).is_ok(), not_negative(text).is_ok()), (above, from));
+    }
+
+    #[rstest]
+    #[case("data=2,ulysses=3", Ok((2, 3)))]
+    #[case("ulysses=3, data=2", Ok((2, 3)))]
+    #[case("data=4", Ok((4, 1)))]
+    #[case("ulysses=4", Ok((1, 4)))]
+    #[case("ring=2", Err("ring attention is not built: give data=N"))]
+    #[case("data=2,ring=1", Err("ring attention is not built: give data=N"))]
+    #[case("data=0", Err("data=0: give a whole number from 1"))]
+    #[case("data=-1", Err("data=-1: give a whole number from 1"))]
+    #[case("data=", Err("data=: give a whole number from 1"))]
+    #[case("data=99999999999999999999", Err("give a whole number from 1"))]
+    #[case("data=2,data=2", Err("data is there twice: give"))]
+    #[case("tensor=2", Err("no axis is called \"tensor\": give"))]
+    #[case("4", Err("\"4\" is no axis with a degree: give"))]
+    #[case("", Err("\"\" is no axis with a degree: give"))]
+    #[case("data=2,", Err("\"\" is no axis with a degree: give"))]
+    fn a_mesh_is_degrees_of_axes(#[case] text: &str, #[case] expected: Result<(usize, usize), &str>) {
+        match (mesh(text), expected) {
+            (Ok(shape), Ok((data, ulysses))) => {
+                assert_eq!(shape, MeshShape { data, ulysses, ..MeshShape::default() });
+                assert_eq!(mesh(&mesh_word(shape)), Ok(shape));
+            }
+            (Err(problem), Err(expected)) => assert!(problem.contains(expected), "{problem}"),
+            (found, expected) => panic!("{found:?}, not {expected:?}"),
+        }
     }
 
     #[rstest]

@@ -36,7 +36,7 @@ fn every_run_has_its_own_folder_with_plan_metrics_and_weights() {
     assert_eq!(listing(&folder.path().join("runs")), ["0001", "0002"]);
     for run in ["runs/0001", "runs/0002"] {
         let run = folder.path().join(run);
-        assert_eq!(listing(&run), ["config.toml", "loss.svg", "metrics.csv", "model", "plan.txt"]);
+        assert_eq!(listing(&run), ["checkpoints", "config.toml", "loss.svg", "metrics.csv", "model", "plan.txt"]);
         assert_eq!(
             listing(&run.join("model")),
             ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
@@ -197,7 +197,10 @@ fn who_stops_listening_does_not_stop_the_run() {
     drop(run.stdout.take());
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    assert_eq!(listing(&folder.path().join("out")), ["config.toml", "loss.svg", "metrics.csv", "model", "plan.txt"]);
+    assert_eq!(
+        listing(&folder.path().join("out")),
+        ["checkpoints", "config.toml", "loss.svg", "metrics.csv", "model", "plan.txt"]
+    );
     assert_eq!(losses(&folder.path().join("out/metrics.csv")).len(), 2);
 }
 
@@ -329,8 +332,11 @@ fn a_model_folder_stays_whole_and_an_answers_loss_is_of_its_words_and_end() {
 }
 
 #[test]
-fn help_says_what_is_not_built() {
+fn help_says_how_to_stop_and_how_to_go_on() {
     let output = finetune(Path::new("."), "--help");
     assert_eq!(output.status.code(), Some(0));
-    assert!(String::from_utf8(output.stdout).unwrap().contains("Resuming is not built"));
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in ["save-now", "SIGTERM", "--resume goes on", "0 if the run came to its end or was asked to stop"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
 }

@@ -50,6 +50,8 @@ static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
         ("kind", "steps = [3]\n"),
         ("nodata", "steps = 3\ndata = []\n"),
         ("both", "steps = 3\nepochs = 2\n"),
+        ("flag", "fsdp = 3\n"),
+        ("mesh", "mesh = \"data=2,ring=2\"\n"),
     ] {
         write(&format!("{name}.toml"), text.as_bytes());
     }
@@ -189,6 +191,32 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--schedule linear", "invalid value 'linear' for '--schedule", "constant, cosine")]
 #[case("--data-order random", "invalid value 'random' for '--data-order", "file, shuffle")]
 #[case("--attention single --ranks 2", "--attention single with --ranks 2", "leave --ranks out")]
+#[case("--mesh data=2,ulysses=2 --ranks 3", "data=2 x ulysses=2 needs 4 ranks, --ranks 3 was given", "use --ranks 4")]
+#[case("--mesh data=2 --ranks 4", "data=2 needs 2 ranks, --ranks 4 was given", "use --ranks 2")]
+#[case(
+    "--mesh data=2,ulysses=2 --attention single",
+    "--attention single with --mesh data=2,ulysses=2",
+    "use ulysses=1"
+)]
+#[case("--mesh ring=2", "invalid value 'ring=2' for '--mesh", "ring attention is not built: give data=N,ulysses=M")]
+#[case("--mesh data=0", "invalid value 'data=0' for '--mesh", "give a whole number from 1")]
+#[case("--mesh tensor=2", "no axis is called \"tensor\"", "give data=N,ulysses=M")]
+#[case("--mesh 4", "\"4\" is no axis with a degree", "give data=N,ulysses=M")]
+#[case("--mesh ulysses=65", "--mesh data=1,ulysses=65 for sequences of 64 tokens", "use at most 64")]
+#[case("--mesh data=4000,ulysses=4000", "--mesh data=4000,ulysses=4000", "use at most 4096 ranks")]
+#[case("--mesh data=4294967296,ulysses=4294967296", "--mesh data=4294967296", "use at most 4096 ranks")]
+#[case("--resume", "--resume without --out", "--out runs/0001")]
+#[case("--overwrite", "--overwrite without --out", "--out runs/0001")]
+#[case("--resume --overwrite --out new", "--resume and --overwrite together", "use one of them")]
+#[case("--resume --eval --out new", "--resume with --eval", "leave --resume out")]
+#[case("--save-every 0", "invalid value '0' for '--save-every", "give a whole number from 1")]
+#[case("--keep 0", "invalid value '0' for '--keep", "give a whole number from 1")]
+#[case("--keep -1", "invalid value '-1' for '--keep", "give a whole number from 1")]
+#[case("--config flag.toml", "--config flag.toml: fsdp is neither true nor false", "use true")]
+#[case("--model wide --fsdp --data abc.txt", "where config.json says", "use the config.json that was saved")]
+#[case("--model deep --fsdp --data abc.txt", "missing: model.layers.2", "use the config.json that was saved")]
+#[case("--model garbage --fsdp --data abc.txt", "garbage/model.safetensors: ", "download or save it again")]
+#[case("--config mesh.toml", "--config mesh.toml: invalid value 'data=2,ring=2' for '--mesh", "ring attention is not")]
 #[case("--attention ulysses --heads-per-stage 2", "--heads-per-stage without --attention upipe", "leave one")]
 #[case("--heads-per-stage 9", "--heads-per-stage 9 of 8 query heads", "use 1 to 8")]
 #[case("--rank 2", "unexpected argument '--rank'", "'--ranks'")]
@@ -250,6 +278,8 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--model shallow --data abc.txt", "unused: model.layers.1", "use the config.json that was saved")]
 // Output folders.
 #[case("--out full", "--out full: the folder is not empty", "give a new or empty folder")]
+#[case("--out full --resume", "--out full: the folder is not empty, and holds no run", "give a new or empty folder")]
+#[case("--out full --overwrite", "--out full: the folder is not empty, and holds no run", "give a new or empty folder")]
 #[case("--out short.txt", "--out short.txt: a file, not a folder", "give a new or empty folder")]
 #[case("--out short.txt/below", "--out short.txt/below: ", "give a new or empty folder")]
 #[case("--out /proc/finetune", "--out /proc/finetune: ", "give a new or empty folder")]

@@ -6,7 +6,8 @@ use burn::tensor::Tensor;
 use crate::model::Llama;
 use crate::names::{Look, show};
 
-/// The first weight, under Hugging Face's name, that holds a NaN or an infinity; `None` if all are numbers.
+/// The first weight, under Hugging Face's name, that holds a NaN or an infinity; `None` if all are numbers. Of a sharded model, among
+/// what this rank holds.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -32,7 +33,8 @@ struct Search(Option<String>);
 
 impl Look for Search {
     fn look<const D: usize>(&mut self, name: String, param: &Param<Tensor<D>>) {
-        if self.0.is_none() && !param.val().is_finite().all().into_scalar::<bool>() {
+        // What the rank holds: the value of a shard would be asked of all of them.
+        if self.0.is_none() && !param.base().is_finite().all().into_scalar::<bool>() {
             self.0 = Some(name);
         }
     }

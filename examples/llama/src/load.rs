@@ -145,7 +145,7 @@ pub fn load_as(folder: &Path, parallel: &ParallelConfig, device: &Device, dtype:
     let config = LlamaConfig::read(&folder.join(CONFIG))?;
     let files = shards::find(folder)?;
     // By name first: that needs no weights, and a name of ours in the file would meet a parameter without being its own.
-    let report = compare(&config, parameters(&config, device)?, files.tensors);
+    let report = expected_names(&config, device, files.tensors)?;
     if !report.is_complete() {
         return Err(LlamaError::Mismatch { path: files.named, report: Box::new(report) });
     }
@@ -169,6 +169,11 @@ pub fn load_as(folder: &Path, parallel: &ParallelConfig, device: &Device, dtype:
     }
     log::info!("{}: {report}", files.named.display());
     Ok((model, report))
+}
+
+/// What a folder's tensors are by name alone, before any is read.
+pub(crate) fn expected_names(config: &LlamaConfig, device: &Device, found: BTreeSet<String>) -> Result<LoadReport> {
+    Ok(compare(config, parameters(config, device)?, found))
 }
 
 /// What the files together had.

@@ -2,7 +2,9 @@
 //!
 //! B batch, L local sequence, E model width, V vocabulary.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use std::collections::HashSet;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, RmsNorm};
 use burn::tensor::{Device, Int, Tensor};
 use burn_context_parallel::attention::{SequenceContext, scope};
@@ -57,12 +59,48 @@ impl Llama {
                 param.base();
             }
         }
-        let model = parallelize(Self::lazy(config, device)?, parallel)?;
+        let model = Self::undrawn(config, parallel, device)?;
         model.visit(&mut Draw);
         Ok(model)
     }
 
-    /// As [`init`](Self::init), but weights are drawn when they are first used.
+    /// As [`init`](Self::init), but weights are drawn when they are first used: for whoever will give them others, or shards it.
+    ///
+    /// # Errors
+    ///
+    /// As [`init`](Self::init).
+    pub fn undrawn(config: &LlamaConfig, parallel: &ParallelConfig, device: &Device) -> Result<Self> {
+        parallelize(Self::lazy(config, device)?, parallel)
+    }
+
+    /// The paths and shapes of all parameters, in the model's order; a tied one comes once. Draws nothing.
+    pub fn shapes(&self) -> Vec<(String, Vec<usize>)> {
+        #[derive(Default)]
+        struct Shapes {
+            path: Vec<String>,
+            seen: HashSet<ParamId>,
+            found: Vec<(String, Vec<usize>)>,
+        }
+        impl ModuleVisitor for Shapes {
+            fn enter_module(&mut self, name: &str, _: &str) {
+                self.path.push(name.to_owned());
+            }
+
+            fn exit_module(&mut self, _: &str, _: &str) {
+                self.path.pop();
+            }
+
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if self.seen.insert(param.id) {
+                    self.found.push((self.path.join("."), param.lazy_shape().to_vec()));
+                }
+            }
+        }
+        let mut shapes = Shapes::default();
+        self.visit(&mut shapes);
+        shapes.found
+    }
+
     pub(crate) fn lazy(config: &LlamaConfig, device: &Device) -> Result<Self> {
         config.check()?;
         let rotary = config.frequencies()?;

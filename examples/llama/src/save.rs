@@ -8,13 +8,14 @@ use burn::tensor::DType;
 use burn_store::{BurnToPyTorchAdapter, ModuleSnapshot, SafetensorsStore};
 use serde_json::Value;
 
+use crate::config::LlamaConfig;
 use crate::error::{LlamaError, Result};
 use crate::load::CONFIG;
 use crate::model::Llama;
 use crate::names::to_hf;
 use crate::shards::WEIGHTS;
 
-const REMEDY: &str = "give a folder that can be written and has room for the weights";
+pub(crate) const REMEDY: &str = "give a folder that can be written and has room for the weights";
 
 impl Llama {
     /// Writes `config.json` (newer layout) and `model.safetensors`, as transformers loads them. The folder is made if need be.
@@ -39,17 +40,22 @@ impl Llama {
             .save_into(&mut store)
             .map_err(|error| LlamaError::file(&weights, io::Error::other(error.to_string()), REMEDY))?;
 
-        let mut json = self.settings.config.to_json();
-        if let Value::Object(fields) = &mut json {
-            fields.remove("torch_dtype");
-            fields.insert("dtype".into(), dtype_name(self.embed_tokens.weight.base().dtype()).into());
-        }
-        let config = folder.join(CONFIG);
-        let scratch = folder.join(format!(".{CONFIG}.{}", std::process::id()));
-        fs::write(&scratch, format!("{json:#}\n"))
-            .and_then(|()| fs::rename(&scratch, &config))
-            .map_err(|error| LlamaError::file(&config, error, REMEDY))
+        write_config(folder, &self.settings.config, self.embed_tokens.weight.base().dtype())
     }
+}
+
+/// `config.json` for weights of this type.
+pub(crate) fn write_config(folder: &Path, config: &LlamaConfig, dtype: DType) -> Result<()> {
+    let mut json = config.to_json();
+    if let Value::Object(fields) = &mut json {
+        fields.remove("torch_dtype");
+        fields.insert("dtype".into(), dtype_name(dtype).into());
+    }
+    let config = folder.join(CONFIG);
+    let scratch = folder.join(format!(".{CONFIG}.{}", std::process::id()));
+    fs::write(&scratch, format!("{json:#}\n"))
+        .and_then(|()| fs::rename(&scratch, &config))
+        .map_err(|error| LlamaError::file(&config, error, REMEDY))
 }
 
 /// As PyTorch calls it.

@@ -97,7 +97,7 @@ impl Manifest {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Mismatch`] if ranks disagree about a tensor.
+    /// [`CheckpointError::Invalid`] if pieces disagree about a tensor.
     pub fn gather(state: Value, reports: Vec<Report>) -> Result<Self> {
         let (mut tensors, mut files) = (Vec::new(), Vec::with_capacity(reports.len()));
         for report in reports {
@@ -107,8 +107,11 @@ impl Manifest {
         tensors.sort_by(|a: &TensorEntry, b| a.name.cmp(&b.name));
         tensors.dedup();
         if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name == pair[1].name) {
-            let [expected, found] = [&pair[0], &pair[1]].map(|entry| format!("{:?} {:?}", entry.dtype, entry.shape));
-            return Err(CheckpointError::Mismatch { name: pair[0].name.clone(), expected, found });
+            let [one, other] = [&pair[0], &pair[1]].map(|entry| format!("{:?} {:?}", entry.dtype, entry.shape));
+            return Err(CheckpointError::invalid(
+                format!("`{}` is {one} in some pieces and {other} in others", pair[0].name),
+                "give each piece the element type and the shape of the whole tensor",
+            ));
         }
         Ok(Self { state, tensors, files })
     }

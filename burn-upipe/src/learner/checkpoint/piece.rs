@@ -87,11 +87,11 @@ impl<'a> Piece<'a> {
         let Self { name, dtype, range, read, .. } = self;
         let data = read().map_err(|source| CheckpointError::Source { name: name.clone(), source })?;
         if data.dtype() != dtype || data.num_elements() != range.len() {
-            return Err(CheckpointError::Mismatch {
-                name,
-                expected: format!("{} elements of {}", range.len(), dtype.name()),
-                found: format!("{} of {}", data.num_elements(), data.dtype().name()),
-            });
+            let found = format!("{} elements of {}", data.num_elements(), data.dtype().name());
+            return Err(CheckpointError::invalid(
+                format!("the elements {range:?} of `{name}` should be {}, and {found} came", dtype.name()),
+                "bring what the piece says",
+            ));
         }
         Ok(data)
     }

@@ -1,11 +1,13 @@
 //! A checkpoint that lies on disk.
 
+use std::collections::TryReserveError;
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{Bytes, DType, TensorData};
+use bytemuck::NoUninit;
 
 use super::index::{Index, Tensor};
 use super::manifest::{MANIFEST, Manifest};
@@ -132,7 +134,7 @@ impl Checkpoint {
             ));
         }
         let bytes = self.assemble(tensor, &range)?;
-        Ok(TensorData::from_bytes_vec(bytes, [range.len()], tensor.dtype))
+        Ok(TensorData::from_bytes(bytes, [range.len()], tensor.dtype))
     }
 
     /// A whole tensor, in its shape.
@@ -147,7 +149,7 @@ impl Checkpoint {
     pub fn read_whole(&self, name: &str) -> Result<TensorData> {
         let tensor = self.tensor(name)?;
         let bytes = self.assemble(tensor, &(0..tensor.elements))?;
-        Ok(TensorData::from_bytes_vec(bytes, tensor.shape.clone(), tensor.dtype))
+        Ok(TensorData::from_bytes(bytes, tensor.shape.clone(), tensor.dtype))
     }
 
     /// Reads everything, and compares it with the checksums.
@@ -197,10 +199,15 @@ impl Checkpoint {
     }
 
     /// The bytes of some elements.
-    fn assemble(&self, tensor: &Tensor, range: &Range<usize>) -> Result<Vec<u8>> {
+    fn assemble(&self, tensor: &Tensor, range: &Range<usize>) -> Result<Bytes> {
         let size = tensor.dtype.size();
         // The files were as large as the manifest says when they were opened, so this is no more than what lies on disk.
-        let mut bytes = vec![0; range.len() * size];
+        let mut bytes = zeros(range.len(), size).map_err(|error| {
+            CheckpointError::invalid(
+                format!("{} elements of {} do not fit into memory: {error}", range.len(), tensor.dtype.name()),
+                "read a shorter range",
+            )
+        })?;
         // Pieces are in order and without gaps: those that end before the range come first.
         let first = tensor
             .pieces
@@ -243,6 +250,22 @@ impl Checkpoint {
             return Err(CheckpointError::corrupt(path, format!("it has {} bytes of {size}", about.len())));
         }
         Ok(())
+    }
+}
+
+/// Elements of `size` bytes, aligned to it. (Burn copies what it is given as bytes alone.)
+fn zeros(elements: usize, size: usize) -> Result<Bytes, TryReserveError> {
+    fn of<E: NoUninit + Default + Send + Sync>(elements: usize) -> Result<Bytes, TryReserveError> {
+        let mut zeros = Vec::new();
+        zeros.try_reserve_exact(elements)?;
+        zeros.resize(elements, E::default());
+        Ok(Bytes::from_elems(zeros))
+    }
+    match size {
+        1 => of::<u8>(elements),
+        2 => of::<u16>(elements),
+        4 => of::<u32>(elements),
+        _ => of::<u64>(elements * (size / 8)),
     }
 }
 

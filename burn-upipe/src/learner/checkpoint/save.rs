@@ -31,9 +31,9 @@ impl Checkpoints {
     /// # Errors
     ///
     /// On a rank that fails its own error: [`CheckpointError::Invalid`] for pieces that do not fit together or a state that cannot be
-    /// saved, [`CheckpointError::Source`] and [`CheckpointError::Mismatch`] for values, [`CheckpointError::Locked`],
-    /// [`CheckpointError::Io`]. On the others [`CheckpointError::Rank`]. Nothing that was there before has changed, nothing half
-    /// written is left, and the group goes on. [`CheckpointError::Group`] if the group broke.
+    /// saved, [`CheckpointError::Source`] for values that do not come, [`CheckpointError::Locked`], [`CheckpointError::Io`]. On the
+    /// others [`CheckpointError::Rank`]. Nothing that was there before has changed, nothing half written is left, and the group goes
+    /// on. [`CheckpointError::Group`] if the group broke.
     ///
     /// # Memory
     ///
@@ -55,13 +55,19 @@ impl Checkpoints {
         let partial = keep::partial(&self.folder, &name);
 
         let saved = self.write_all(group, &partial, &name, pieces, state, json);
-        if saved.is_err() && first {
-            // What stays is removed by the next save.
-            match fs::remove_dir_all(&partial) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    log::warn!("{} was not removed: {error}", partial.display());
+        if let Err(error) = &saved {
+            if first {
+                // What stays is removed by the next save.
+                match fs::remove_dir_all(&partial) {
+                    Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                        log::warn!("{} was not removed: {error}", partial.display());
+                    }
+                    _ => {}
                 }
-                _ => {}
+            }
+            if !matches!(error, CheckpointError::Group(_)) {
+                // Whoever looks at the folder now finds it as it was.
+                group.barrier()?;
             }
         }
         saved?;

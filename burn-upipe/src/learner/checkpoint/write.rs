@@ -22,8 +22,8 @@ const LARGEST_HEADER: usize = 100_000_000;
 ///
 /// # Errors
 ///
-/// [`CheckpointError::Invalid`] for pieces that cannot be saved, [`CheckpointError::Source`] and [`CheckpointError::Mismatch`] for
-/// values that do not come or are others than the piece says, [`CheckpointError::Io`].
+/// [`CheckpointError::Invalid`] for pieces that cannot be saved and values that are others than a piece says,
+/// [`CheckpointError::Source`] for values that do not come, [`CheckpointError::Io`].
 ///
 /// # Memory
 ///

@@ -15,7 +15,7 @@ impl Adaptor<MemoryInput> for TokenOutput {
     }
 }
 
-const GIB: f64 = (1u64 << 30) as f64;
+const MIB: f64 = (1u64 << 20) as f64;
 
 macro_rules! memory_metric {
     ($(#[$doc:meta])* $metric:ident, $name:literal, $description:literal, $field:ident) => {
@@ -28,7 +28,7 @@ macro_rules! memory_metric {
         impl $metric {
             /// The metric.
             pub fn new() -> Self {
-                Self { gauge: Gauge::new($name, Some("GiB"), 3, false) }
+                Self { gauge: Gauge::new($name, Some("MiB"), 1, false) }
             }
 
             fn reset(&mut self) {
@@ -38,7 +38,7 @@ macro_rules! memory_metric {
 
         gauge_metric!($metric, MemoryInput, $description, |metric, item| {
             if let Some(memory) = item.0 {
-                let now = memory.$field as f64 / GIB;
+                let now = memory.$field as f64 / MIB;
                 metric.gauge.now = Some((now, 1));
                 metric.gauge.epoch = Some(metric.gauge.epoch.unwrap_or(0.0).max(now));
             }

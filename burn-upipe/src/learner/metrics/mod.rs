@@ -6,7 +6,7 @@
 //! | [`TokenPerplexityMetric`] | exp(loss) | exp(loss of the epoch) |
 //! | [`TokensPerSecondMetric`] | tokens / time | all tokens / all time |
 //! | [`TokensSeenMetric`] | tokens since training began | |
-//! | [`MemoryInUseMetric`], [`MemoryReservedMetric`] | GiB of the rank that has most | the largest of them |
+//! | [`MemoryInUseMetric`], [`MemoryReservedMetric`] | MiB of the rank that has most | the largest of them |
 //!
 //! Register them as Burn's: `training.metrics((TokenLossMetric::new(), TokensPerSecondMetric::new(), ..))`.
 
