@@ -85,9 +85,12 @@ fn memory_that_is_not_known_is_not_shown_as_a_number() {
     assert_eq!(last(reserved.final_value()), 6.0);
 }
 
+/// A step's tokens, whether it was timed, and its memory.
+type Number = (usize, bool, Option<MemoryUse>);
+
 /// Every number that metrics get of a training.
 #[derive(Clone, Default)]
-struct Numbers(Arc<Mutex<Vec<(usize, bool, Option<MemoryUse>)>>>);
+struct Numbers(Arc<Mutex<Vec<Number>>>);
 
 #[derive(Clone)]
 struct Tokens(Numbers);

@@ -94,7 +94,7 @@ pub struct TokenOutput {
 impl TokenOutput {
     /// The output of a part: its share of the step's mean loss, its targets, its tokens.
     pub fn new(loss: Tensor<1>, valid: usize, tokens: usize) -> Self {
-        Self { loss: Loss::Share(loss.inner()), valid, tokens, elapsed: None, memory: None }
+        Self { loss: Loss::Share(Box::new(loss.inner())), valid, tokens, elapsed: None, memory: None }
     }
 
     /// The loss: the mean over all targets of the step, once ranks' parts are one.
@@ -114,14 +114,14 @@ impl TokenOutput {
 /// A loss that is on the device still, or one that ranks have made together.
 #[derive(Clone, Debug)]
 pub(super) enum Loss {
-    Share(Tensor<1>),
+    Share(Box<Tensor<1>>),
     Mean(f64),
 }
 
 impl Loss {
     pub fn read(&self) -> Result<f64, TensorReadError> {
         match self {
-            Self::Share(share) => share.clone().try_into_scalar::<f64>(),
+            Self::Share(share) => share.as_ref().clone().try_into_scalar::<f64>(),
             Self::Mean(mean) => Ok(*mean),
         }
     }

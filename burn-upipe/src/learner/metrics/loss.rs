@@ -17,7 +17,7 @@ pub struct TokenLossInput {
 impl TokenLossInput {
     /// A mean `[1]` over `valid` targets, for outputs of other types.
     pub fn new(loss: Tensor<1>, valid: usize) -> Self {
-        Self { loss: Loss::Share(loss), valid }
+        Self { loss: Loss::Share(Box::new(loss)), valid }
     }
 
     /// The mean.
@@ -45,7 +45,7 @@ impl Adaptor<TokenLossInput> for TokenOutput {
 impl Adaptor<LossInput> for TokenOutput {
     fn adapt(&self) -> LossInput {
         LossInput::new(match self.lazy_loss() {
-            Loss::Share(share) => share,
+            Loss::Share(share) => *share,
             Loss::Mean(mean) => Tensor::from_floats([mean], &Device::default()),
         })
     }
