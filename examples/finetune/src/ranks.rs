@@ -28,8 +28,11 @@ pub(crate) fn on_ranks<T: Send + 'static>(
 ) -> Result<T> {
     let copies = start.copies(plan.ranks, device);
     let start = match start {
-        // Each rank has its own by now.
-        Start::Whole(_) => Start::Shards,
+        Start::Whole(model) => {
+            // Each rank has its own by now: without this the first weights would stay for the length of the run.
+            drop(model);
+            Start::Shards
+        }
         start => start,
     };
     let shared = Arc::new((plan.clone(), Mutex::new(copies), start, device.clone()));
