@@ -9,6 +9,8 @@ use burn_context_parallel::fsdp::{
 };
 use burn_context_parallel::group::ProcessGroup;
 use burn_upipe::checkpoint::Checkpointed;
+use burn_upipe::learner::checkpoint::{Checkpoints, RunState};
+use burn_upipe::learner::training::{Holding, optimizer_scalars, pieces, restore};
 use burn_upipe::profile::heap::{self, CountingAllocator};
 use tests::on_ranks;
 
@@ -55,6 +57,8 @@ struct Peaks {
     training: usize,
     /// Between steps: weights and optimizer state.
     resting: usize,
+    /// From a checkpoint: shards made, and filled.
+    loading: usize,
 }
 
 fn rank(world: &ProcessGroup, config: FsdpConfig) -> burn_context_parallel::Result<Peaks> {
@@ -75,20 +79,36 @@ fn rank(world: &ProcessGroup, config: FsdpConfig) -> burn_context_parallel::Resu
     let mut model = fsdp.shard(lazy())?;
     let creating = heap::peak_by(me) - before;
     let mut optimizer = ShardedOptimizer::new(AdamWConfig::new().build(), StatePlace::Device);
-    let mut step = |model: Model| {
+    let step = |model: Model, optimizer: &mut ShardedOptimizer<_>| {
         fsdp.begin(&model);
         let grads = GradientsParams::from_grads(loss(&model, me).backward(), &model);
         let grads = fsdp.finish(grads, &model)?;
         let (grads, _) = fsdp.clip_grad_norm(grads, &model, 1.0)?;
         Ok::<_, burn_context_parallel::Error>(optimizer.step(1e-3, model, grads))
     };
-    model = step(model)?;
+    model = step(model, &mut optimizer)?;
     let resting = rest()? - before;
-    model = step(model)?;
+    model = step(model, &mut optimizer)?;
     let training = heap::peak_by(me) - before;
+    let folder = std::env::temp_dir().join(format!("burn-upipe-fsdp-memory-{}", std::process::id()));
+    let (checkpoints, holding) = (Checkpoints::new(&folder, None), Holding::Sharded(fsdp.clone()));
+    let state = RunState { optimizer: optimizer_scalars(&model, &optimizer), ..RunState::default() };
+    checkpoints.save(world, pieces(&model, &optimizer, &holding), &state).expect("saved");
+    drop((model, optimizer));
+
+    let before = rest()?;
+    let mut optimizer = ShardedOptimizer::new(AdamWConfig::new().build(), StatePlace::Device);
+    let checkpoint = checkpoints.latest(world).expect("whole").expect("saved");
+    let model = restore(fsdp.shard(lazy())?, &mut optimizer, &holding, &checkpoint).expect("loaded");
+    let loading = heap::peak_by(me) - before;
     rest()?;
-    drop((model, owner));
-    Ok(Peaks { creating, training, resting })
+    drop((model, optimizer, checkpoint, checkpoints));
+    world.barrier()?;
+    if me == 0 {
+        std::fs::remove_dir_all(folder).expect("it was made here");
+    }
+    drop(owner);
+    Ok(Peaks { creating, training, resting, loading })
 }
 
 #[test]
@@ -102,13 +122,17 @@ fn memory_is_as_stated() {
         for prefetch in [false, true] {
             let peaks = on_ranks(ranks, move |world| rank(&world, FsdpConfig::new().with_prefetch(prefetch)));
             let worst = |of: fn(&Peaks) -> usize| peaks.iter().map(of).max().expect("ranks");
-            let (creating, training, resting) = (worst(|p| p.creating), worst(|p| p.training), worst(|p| p.resting));
+            let [creating, training, resting, loading] =
+                [worst(|p| p.creating), worst(|p| p.training), worst(|p| p.resting), worst(|p| p.loading)];
             println!(
-                "{ranks} ranks, prefetch {prefetch}: creating {creating}, resting {resting}, training {training}, whole states {states}"
+                "{ranks} ranks, prefetch {prefetch}: creating {creating}, resting {resting}, training {training}, loading {loading}, whole states {states}"
             );
             // 1/P of all states and one block's, + 5 %.
             let bound = states / ranks + 16 * block;
             assert!(training * 100 <= bound * 105, "{ranks} ranks: {training} bytes, allowed are {bound} + 5 %");
+            // Loading: that, and one tensor.
+            let bound = bound + 4 * WIDTH * INNER;
+            assert!(loading * 100 <= bound * 105, "{ranks} ranks: loaded with {loading} bytes, allowed are {bound}");
             // What is stated: shards, and the larger of the passes.
             let stated = state_bytes(std::iter::repeat_n(WIDTH * INNER, 2 * BLOCKS), ranks, 4, 2)
                 + backward_bytes(block, ranks, 4, prefetch).max(forward_bytes(block, ranks, 4, prefetch));

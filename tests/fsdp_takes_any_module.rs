@@ -350,3 +350,56 @@ fn ranks_that_run_other_blocks_get_an_error() {
     let error = result.unwrap_err().to_string();
     assert!(error.contains("rank"), "{error}");
 }
+
+/// Blocks of one size: what arrives would fit, and be another block.
+#[test]
+fn ranks_that_run_alike_blocks_in_another_order_get_an_error() {
+    for prefetch in [false, true] {
+        let result = launch(2, move |world| {
+            let device = Device::flex().autodiff();
+            let fsdp = Fsdp::over(&world, FsdpConfig::new().with_prefetch(prefetch))?;
+            let layer = || Checkpointed::new(LinearConfig::new(4, 4).init(&device));
+            let layers: Vec<Checkpointed<Linear>> = fsdp.shard(vec![layer(), layer()])?;
+            for step in 0..3 {
+                fsdp.begin(&layers);
+                let order = if step == 2 && world.rank() == 1 { [1, 0] } else { [0, 1] };
+                let x = Tensor::<2>::ones([1, 4], &device);
+                let run = |x, at: usize| layers[at].forward(x, |layer: &Linear, x| layer.forward(x));
+                let y = burn_context_parallel::catch(|| order.into_iter().fold(x.clone(), run).sum().backward())?;
+                fsdp.finish(GradientsParams::from_grads(y, &layers), &layers)?;
+            }
+            Ok::<_, Error>(())
+        });
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("rank"), "{error}");
+    }
+}
+
+/// Two sharded models on the same ranks fetch ahead each on a channel of its own.
+#[test]
+fn two_models_fetch_ahead_side_by_side() {
+    on_ranks(2, |world| {
+        let device = Device::flex().autodiff();
+        let [a, b] = [Fsdp::over(&world, FsdpConfig::new())?, Fsdp::over(&world, FsdpConfig::new())?];
+        let layer = || Checkpointed::new(LinearConfig::new(4, 4).init(&device));
+        let models = [a.shard(vec![layer(), layer()])?, b.shard(vec![layer(), layer()])?];
+        let forward = |model: &Vec<Checkpointed<Linear>>| {
+            let x = Tensor::<2>::ones([1, 4], &device);
+            model.iter().fold(x, |x, layer| layer.forward(x, |layer: &Linear, x| layer.forward(x))).sum()
+        };
+        let expected = [a.gather(&models[0])?, b.gather(&models[1])?].map(|model| forward(&model).inner().into_data());
+        for _ in 0..20 {
+            a.begin(&models[0]);
+            b.begin(&models[1]);
+            let sums = [forward(&models[0]), forward(&models[1])];
+            for (sum, expected) in sums.iter().zip(&expected) {
+                assert_eq!(sum.clone().inner().into_data(), *expected);
+            }
+            let [first, second] = sums;
+            a.finish(GradientsParams::from_grads(first.backward(), &models[0]), &models[0])?;
+            b.finish(GradientsParams::from_grads(second.backward(), &models[1]), &models[1])?;
+        }
+        assert!(a.counts().prefetched > 0 && b.counts().prefetched > 0);
+        Ok(())
+    });
+}

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor};
 use burn_context_parallel::attention::ContextParallelDevice;
 use burn_context_parallel::collective::sum_gradients;
 use burn_context_parallel::fsdp::{Fsdp, FsdpConfig, ShardedOptimizer, StatePlace};
@@ -147,11 +147,10 @@ fn another_models_checkpoint_is_refused() {
         // It has an output layer more than this model.
         let tied = restore(model(true, 16), &mut optimizer, &holding, &checkpoint).unwrap_err().to_string();
         assert!(tied.contains("lm_head"), "{tied}");
+        // SGD's state may be empty, and so could be made of anything.
         let mut sgd = ShardedOptimizer::new(burn::optim::SgdConfig::new().build(), StatePlace::Device);
-        let _ = restore(model(false, 16), &mut sgd, &holding, &checkpoint);
-        let data = checkpoint.read_whole("model/norm.inner.gamma").unwrap();
-        assert_eq!(data.shape()[..], [16]);
-        let _: &TensorData = &data;
+        let other = restore(model(false, 16), &mut sgd, &holding, &checkpoint).unwrap_err().to_string();
+        assert!(other.contains("that of another one"), "{other}");
         Ok(())
     });
     std::fs::remove_dir_all(folder).unwrap();

@@ -94,15 +94,25 @@ impl<F: Fn(ParamId) -> bool> ModuleVisitor for Squares<'_, F> {
     }
 }
 
+/// How many squares are added up in f32.
+const ROW: usize = 4096;
+
 /// The sum of squares: rows on the device, their sum in f64 on the host.
 fn square<const D: usize>(grad: Tensor<D>) -> f64 {
     let grad = if grad.dtype() == DType::F64 { grad } else { grad.cast(DType::F32) };
+    let elements = grad.dims().iter().product::<usize>();
     let width = grad.dims()[D - 1];
-    let rows = grad.dims().iter().product::<usize>() / width.max(1);
-    if rows == 0 || width == 0 {
+    if elements == 0 {
         return 0.0;
     }
-    let grad = grad.reshape([rows, width]);
+    if width > ROW {
+        // A shard is one row, however long.
+        let grad = grad.reshape([elements]);
+        let rows = elements / ROW * ROW;
+        let tail = if rows < elements { square(grad.clone().narrow(0, rows, elements - rows)) } else { 0.0 };
+        return tail + square(grad.narrow(0, 0, rows).reshape([rows / ROW, ROW]));
+    }
+    let grad = grad.reshape([elements / width, width]);
     let first = |x: Tensor<1>| x.into_data().iter::<f64>().next().unwrap_or(0.0);
     let largest = first(grad.clone().abs().max());
     if largest == 0.0 || !largest.is_finite() {

@@ -53,6 +53,8 @@
 //! - Optimizers must work element by element (Adam, AdamW, SGD, Lion, ..): a shard has lost its shape. Muon and Adafactor do not.
 //! - All ranks must run the same blocks in the same order, forward and backward; else each of them gets an error.
 //! - A parameter that carries LoRA is sharded beneath it, and may then be used inside a block only. Attach LoRA first.
+//! - A parameter used in several places is one `Param` that they read. Two `Param`s of one id (a cloned layer) are two parameters here, as
+//!   they are to Burn's optimizers.
 //! - A module's record has its shards; `Fsdp::gather` makes it whole first.
 //!
 //! # References
@@ -167,7 +169,8 @@ struct Shared {
     shard_of: Vec<usize>,
     config: FsdpConfig,
     counts: counts::Counts,
-    placements: Mutex<HashMap<ParamId, Arc<Placement>>>,
+    /// With their number, in the order in which they were sharded: the same on all ranks, as ids are not.
+    placements: Mutex<HashMap<ParamId, (Arc<Placement>, u64)>>,
     /// Whole gradients that wait for the end of the step.
     deferred: Mutex<HashMap<ParamId, Tensor<1>>>,
     prefetch: Mutex<prefetch::Prefetch>,
@@ -232,7 +235,13 @@ impl Fsdp {
         if let Some(dtype) = config.compute.filter(|dtype| !dtype.is_float()) {
             return Err(Error::invalid("Fsdp", format!("{dtype:?} to compute in"), "use a float type: BF16, F16, F32"));
         }
-        let channel = if config.prefetch && group.size() > 1 { Some(group.channel(1)?) } else { None };
+        // A channel of this handle's own. All ranks count their calls alike, so the next number is the same on all.
+        let number = group.transport().begin() as u32;
+        let channel = if config.prefetch && group.size() > 1 {
+            Some(group.channel(number.wrapping_add(1).max(1))?)
+        } else {
+            None
+        };
         let mine = burn::tensor::TensorData::from([group.rank() as i64]);
         let ranks = world.all_gather(mine)?;
         let shard_of = ranks.iter().filter_map(|rank| rank.iter::<i64>().next()).map(|rank| rank as usize).collect();
@@ -284,7 +293,21 @@ impl Fsdp {
 
 impl Shared {
     fn placement(&self, id: ParamId) -> Option<Arc<Placement>> {
-        lock(&self.placements).get(&id).cloned()
+        lock(&self.placements).get(&id).map(|(placement, _)| placement.clone())
+    }
+
+    fn place(&self, id: ParamId, placement: Arc<Placement>) {
+        let mut placements = lock(&self.placements);
+        let number = placements.len() as u64;
+        placements.insert(id, (placement, number));
+    }
+
+    /// What all ranks must gather at the same moment.
+    fn digest(&self, ids: impl Iterator<Item = ParamId>) -> u64 {
+        let placements = lock(&self.placements);
+        // FNV-1a over the parameters' numbers.
+        ids.filter_map(|id| placements.get(&id))
+            .fold(0xcbf2_9ce4_8422_2325, |digest, (_, number)| (digest ^ (number + 1)).wrapping_mul(0x0100_0000_01b3))
     }
 
     fn add_deferred(&self, id: ParamId, gradient: Tensor<1>) {

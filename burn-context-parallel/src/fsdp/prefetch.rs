@@ -61,6 +61,7 @@ impl Prefetch {
         let Some(entries) = entries else { return };
         let unit = Unit::from_entries(entries, shared);
         let (key, compute) = (key(&unit), shared.config.compute);
+        let channel = channel.about(unit.digest(shared));
         // Without the handle of what is shared: a thread must not keep it alive.
         let fetch = std::thread::Builder::new().name("fsdp prefetch".into()).spawn({
             let outgoing = unit.outgoing(compute);

@@ -7,7 +7,7 @@ use burn::tensor::{Tensor, TensorData};
 
 use super::gather::{Gather, found};
 use super::placement::Placement;
-use super::{Fsdp, Shared, lock};
+use super::{Fsdp, Shared};
 use crate::buffer::{own, zeros};
 use crate::group::ProcessGroup;
 use crate::{Error, Result};
@@ -91,7 +91,7 @@ impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Reparameterizer for
                 let dtype = value.dtype();
                 let value = Tensor::<D>::from_data(value.into_data(), (&param.lazy_device(), dtype));
                 if let Some(placement) = &placement {
-                    lock(&self.shared.placements).insert(id, placement.clone());
+                    self.shared.place(id, placement.clone());
                 }
                 // As loading does it, since that is what leaves a lazy parameter undrawn; but not through what
                 // a layer does to values from files.

@@ -114,9 +114,13 @@ impl Unit {
         shared.counts.gathered();
         let parts = match shared.prefetched(self)? {
             Some(parts) => parts,
-            None => exchange(&shared.group, self.outgoing(shared.config.compute))?,
+            None => exchange(&shared.group.about(self.digest(shared)), self.outgoing(shared.config.compute))?,
         };
         Ok(self.assemble(parts))
+    }
+
+    pub(super) fn digest(&self, shared: &Shared) -> u64 {
+        shared.digest(self.sharded().map(|(entry, ..)| entry.id))
     }
 
     /// What this rank brings: its shards of one type side by side.
@@ -198,7 +202,9 @@ impl Unit {
         let Some(&first) = reduced.first() else { return Ok(gradients) };
         shared.counts.reduced();
         let (device, ranks) = (self.flat(first).device(), shared.group.size());
-        let dtype = accumulator(self.entries[first].dtype);
+        // The widest of them, so that none loses.
+        let dtypes = reduced.iter().map(|&i| accumulator(self.entries[i].dtype));
+        let dtype = dtypes.max_by_key(DType::size).unwrap_or(DType::F32);
 
         // Whether this rank has a gradient goes along: one that nobody has is none, not zero.
         let has: Vec<f64> = reduced.iter().map(|&i| f64::from(u8::from(gradients[i].is_some()))).collect();

@@ -150,7 +150,12 @@ impl ProcessGroup {
         }
         let own = part.clone();
         let part = self.transport.prepare(part)?;
-        let mut call = Call { dtype: Some(part.dtype()), dims: Some(part.shape().len()), ..self.begin::<T>(operation) };
+        let mut call = Call {
+            dtype: Some(part.dtype()),
+            dims: Some(part.shape().len()),
+            argument: self.about.map(Argument::About),
+            ..self.begin::<T>(operation)
+        };
         if operation == Operation::AllGather {
             call.shapes = Some(vec![part.shape().to_vec()]);
         }

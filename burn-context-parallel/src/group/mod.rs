@@ -58,7 +58,7 @@ use crate::{Error, Result};
 #[derive(Clone)]
 pub struct ProcessGroup {
     transport: Arc<dyn Transport>,
-    /// What its unequal exchanges are about.
+    /// What its unequal exchanges and its all-gathers are about.
     about: Option<u64>,
 }
 
@@ -88,7 +88,7 @@ impl ProcessGroup {
         Self { transport, about: None }
     }
 
-    /// This group, with something that its ranks must agree on in every [`all_to_all_uneven`](Self::all_to_all_uneven): where they do
+    /// This group, with something that its ranks must agree on in every [`all_to_all_uneven`](Self::all_to_all_uneven) and all-gather: where they do
     /// not, each of them gets an error. Costs no exchange.
     pub fn about(&self, digest: u64) -> Self {
         Self { transport: self.transport.clone(), about: Some(digest) }

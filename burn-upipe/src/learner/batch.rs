@@ -48,7 +48,7 @@ pub trait SequenceInput: Clone + Send + 'static {
 /// the whole on one device, and a model that takes it trains under Burn's own strategies as well.
 ///
 /// ```
-/// use burn::tensor::{Device, Int, Tensor, TensorData};
+/// use burn::tensor::{Device, Tensor};
 /// use burn_context_parallel::sequence::Batch;
 /// use burn_upipe::learner::SequenceBatch;
 ///

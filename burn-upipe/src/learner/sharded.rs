@@ -70,13 +70,12 @@ pub(super) fn shard_while(fsdp: &Fsdp, fork: impl FnOnce()) -> Result<()> {
 
 impl<M: Module> Module for Sharded<M> {
     fn fork(self, device: &Device) -> Self {
-        let inner = self.inner.fork(device);
-        Self {
-            inner: match DOOR.take() {
-                Some(fsdp) => fsdp.shard(inner).or_raise(),
-                None => inner,
-            },
-        }
+        let inner = match DOOR.take() {
+            // Shards first: no rank's device ever holds the whole.
+            Some(fsdp) => fsdp.shard(self.inner).or_raise(),
+            None => self.inner,
+        };
+        Self { inner: inner.fork(device) }
     }
 
     fn collect_devices(&self, devices: Vec<Device>) -> Vec<Device> {

@@ -134,9 +134,9 @@ impl SaveNow {
         &self.path
     }
 
-    /// Whether it is there.
+    /// Whether it is there. A folder of that name is somebody's, and asks for nothing.
     pub fn requested(&self) -> bool {
-        self.path.exists()
+        self.path.is_file()
     }
 
     /// Removes it, after the checkpoint was saved. One rank does this; that it is gone already is no error.

@@ -351,6 +351,10 @@ impl<O: Optimizer> Restore<'_, O> {
             what: format!("the optimizer's scalars of `{path}` are none: {error}"),
             remedy: "load it with the optimizer that it was saved from".into(),
         })?;
+        let mut names: Vec<String> = fields.clone();
+        if let Some(scalars) = self.checkpoint.state().optimizer.get(&path).and_then(Value::as_object) {
+            names.extend(scalars.keys().cloned());
+        }
         let mut source = StateSource::new(scalars);
         for field in fields {
             let name = format!("optimizer/{path}/{field}");
@@ -362,7 +366,15 @@ impl<O: Optimizer> Restore<'_, O> {
             self.used += 1;
             source.insert_tensor(field, data);
         }
-        if !self.optimizer.import::<D>(id, source, &base.device()) {
+        // A state with optional parts is made of any fields: what it took must be all that there was.
+        let imported = self.optimizer.import::<D>(id, source, &base.device());
+        let mut taken: Vec<String> = self.optimizer.export::<D>(id).map_or_else(Vec::new, |state| {
+            let scalars = state.scalars.into_iter().map(|(name, _)| name);
+            state.tensors.into_iter().map(|(name, _)| name).chain(scalars).collect()
+        });
+        taken.sort();
+        names.sort();
+        if !imported || taken != names {
             return Err(CheckpointError::Mismatch {
                 name: format!("optimizer/{path}"),
                 expected: "the state of this optimizer".into(),

@@ -10,6 +10,7 @@ use burn_upipe::learner::checkpoint::Checkpoints;
 use crate::error::{Error, Result};
 use crate::plan::{OutFolder, Plan};
 use crate::resume::{self, Begin};
+use crate::tokens::COMPANIONS;
 use crate::values::OnRun;
 
 /// The plan for people; the first file of a run, by which one is known.
@@ -29,6 +30,9 @@ const CHECKPOINTS: &str = "checkpoints";
 
 /// All that a run writes, what is known by it last: a removal that was cut short can be begun again.
 const NAMES: [&str; 8] = [CHECKPOINTS, MODEL, EVALUATION, CURVE, METRICS, "save-now", CONFIG, PLAN];
+
+/// What a run holds while it is at work, in the folder of checkpoints.
+const LOCK: &str = ".lock";
 
 /// How a file's name ends until all of it is written.
 const PARTIAL: &str = ".partial";
@@ -66,34 +70,115 @@ pub(crate) fn weights_are_there(out: &Path) -> bool {
 /// Checks that a folder can be this run's, without making it.
 pub(crate) fn check(path: &Path, on_run: OnRun) -> Result<()> {
     let refuse = |problem: String, remedy: &'static str| Err(Error::Out { path: path.to_owned(), problem, remedy });
-    let names = match fs::read_dir(path).and_then(|entries| entries.collect::<io::Result<Vec<_>>>()) {
-        Ok(entries) => entries.into_iter().map(|entry| entry.file_name()).collect::<Vec<_>>(),
+    let known = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => Err(error),
+        Ok(_) => Found::of(path),
+    };
+    let found = match known {
+        Ok(found) => found,
         Err(error) if error.kind() == ErrorKind::NotADirectory => {
             return refuse("a file, not a folder".to_owned(), REMEDY);
         }
         Err(error) => return refuse(error.to_string(), REMEDY),
     };
-    let foreign = names.iter().find(|name| {
-        let name = name.to_string_lossy();
-        !NAMES.contains(&name.strip_suffix(PARTIAL).unwrap_or(&name))
-    });
-    match (names.is_empty(), is_run(path), on_run) {
-        (true, ..) | (false, true, OnRun::Resume) => Ok(()),
-        (false, false, OnRun::Refuse) => refuse("the folder is not empty".to_owned(), REMEDY),
-        (false, false, _) => refuse("the folder is not empty, and holds no run".to_owned(), REMEDY),
-        (false, true, OnRun::Refuse) => refuse(
+    match (found.begun, is_run(path), on_run) {
+        (false, ..) | (true, true, OnRun::Resume) => Ok(()),
+        (true, false, OnRun::Refuse) => refuse("the folder is not empty".to_owned(), REMEDY),
+        (true, false, _) => refuse("the folder is not empty, and holds no run".to_owned(), REMEDY),
+        (true, true, OnRun::Refuse) => refuse(
             "it holds a run".to_owned(),
             "add --resume to go on with it, --overwrite to begin it anew, or give another folder",
         ),
-        (false, true, OnRun::Overwrite) => match foreign {
+        (true, true, OnRun::Overwrite) => match found.foreign {
             None => Ok(()),
             Some(name) => refuse(
-                format!("--overwrite would leave {}, which no run has written", name.display()),
+                format!("--overwrite would remove or leave {}, which no run has written", name.display()),
                 "move it away, or give another folder",
             ),
         },
     }
+}
+
+/// What is in a folder.
+struct Found {
+    /// More than what a run leaves that died before its plan was written: a lock, and half a file.
+    begun: bool,
+    /// Something that no run writes, relative to the folder.
+    foreign: Option<PathBuf>,
+}
+
+impl Found {
+    fn of(out: &Path) -> io::Result<Self> {
+        let mut found = Self { begun: false, foreign: None };
+        for entry in fs::read_dir(out)? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let (path, partial) = (entry.path(), name.ends_with(PARTIAL));
+            let folder = fs::metadata(&path).is_ok_and(|found| found.is_dir());
+            let foreign = match name.as_str() {
+                CHECKPOINTS if folder => stranger(&path, |name| name == LOCK || is_step(name), is_in_step)?,
+                MODEL if folder => stranger(&path, is_in_model, |_| false)?,
+                name => {
+                    let known = NAMES.contains(&name.strip_suffix(PARTIAL).unwrap_or(name)) && !folder;
+                    (!known).then(|| path.clone())
+                }
+            };
+            let only_locked = name == CHECKPOINTS && folder && fs::read_dir(&path)?.count() <= 1;
+            found.begun |= !partial && !(only_locked && foreign.is_none() && !has_steps(&path)?);
+            if found.foreign.is_none() {
+                found.foreign = foreign.map(|path| path.strip_prefix(out).unwrap_or(&path).to_owned());
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// What is in `folder` and no run has written there: its own entries by name, and those of the folders among them.
+fn stranger(folder: &Path, known: impl Fn(&str) -> bool, within: impl Fn(&str) -> bool) -> io::Result<Option<PathBuf>> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let (path, kind) = (entry.path(), entry.file_type()?);
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !known(&name) || kind.is_dir() != is_step(&name) {
+            return Ok(Some(path));
+        }
+        if kind.is_dir() {
+            for entry in fs::read_dir(&path)? {
+                let entry = entry?;
+                if entry.file_type()?.is_dir() || !within(&entry.file_name().to_string_lossy()) {
+                    return Ok(Some(entry.path()));
+                }
+            }
+        }
+    }
+    Ok(None)
+}
+
+fn has_steps(checkpoints: &Path) -> io::Result<bool> {
+    for entry in fs::read_dir(checkpoints)? {
+        if is_step(&entry?.file_name().to_string_lossy()) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// A checkpoint's folder, also one that is being written or removed.
+fn is_step(name: &str) -> bool {
+    name.strip_prefix('.').unwrap_or(name).starts_with("step-")
+}
+
+fn is_in_step(name: &str) -> bool {
+    name == "manifest.json" || (name.starts_with("rank-") && name.ends_with(".safetensors"))
+}
+
+fn is_in_model(name: &str) -> bool {
+    // The last two are files before they have their names.
+    let written = ["config.json", "model.safetensors"];
+    written.contains(&name)
+        || COMPANIONS.contains(&name)
+        || written.iter().any(|written| name.strip_prefix('.').is_some_and(|name| name.starts_with(written)))
 }
 
 /// Whether a run was begun there.
@@ -137,16 +222,24 @@ pub(crate) fn claim(plan: &Plan) -> Result<Option<Claimed>> {
         OutFolder::Nowhere => return Ok(None),
         OutFolder::Given(path) => {
             check(path, plan.on_run)?;
-            let made = !path.exists();
-            fs::create_dir_all(path).map_err(|error| refused(path, &error))?;
-            (path.clone(), made)
+            (path.clone(), make(path).map_err(|error| refused(path, &error))?)
         }
         OutFolder::NewUnder(parent) => {
             fs::create_dir_all(parent).map_err(|error| refused(parent, &error))?;
             (number(parent).map_err(|error| refused(parent, &error))?, true)
         }
     };
-    let begun = begin(plan, &path);
+    let checkpoints = Checkpoints::new(path.join(CHECKPOINTS), Some(plan.keep));
+    // Before anything is looked at or removed: another run may be at work here.
+    if !plan.eval || is_run(&path) {
+        checkpoints.claim(&ProcessGroup::single()).map_err(Error::Checkpoint).inspect_err(|_| {
+            // It is empty, or somebody else's by now.
+            let _ = made && fs::remove_dir(&path).is_ok();
+        })?;
+        // Another run may have come and gone since the first look.
+        check(&path, plan.on_run)?;
+    }
+    let begun = begin(plan, &path, checkpoints);
     if made && begun.is_err() {
         // Leaves nothing behind; if that fails, the first error is the one to tell.
         let _ = fs::remove_dir_all(&path);
@@ -154,13 +247,20 @@ pub(crate) fn claim(plan: &Plan) -> Result<Option<Claimed>> {
     begun.map(|training| Some(Claimed { path, training }))
 }
 
-fn begin(plan: &Plan, path: &Path) -> Result<Option<Training>> {
-    let checkpoints = Checkpoints::new(path.join(CHECKPOINTS), Some(plan.keep));
-    let alone = ProcessGroup::single();
-    // Before anything is looked at or removed: another run may be at work here.
-    if !plan.eval || is_run(path) {
-        checkpoints.claim(&alone).map_err(Error::Checkpoint)?;
+/// Makes a folder and what it lies in; whether it was not there. Making it is the test: of two runs only one makes it.
+fn make(path: &Path) -> io::Result<bool> {
+    if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        fs::create_dir_all(parent)?;
     }
+    match fs::create_dir(path) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn begin(plan: &Plan, path: &Path, checkpoints: Checkpoints) -> Result<Option<Training>> {
+    let alone = ProcessGroup::single();
     if plan.on_run == OnRun::Overwrite {
         empty(path)?;
     }
@@ -179,7 +279,7 @@ fn begin(plan: &Plan, path: &Path) -> Result<Option<Training>> {
         // Nothing is saved. Where other checkpoints are, or none, the folder stays as it is.
         drop(checkpoints);
         let folder = path.join(CHECKPOINTS);
-        let _ = fs::remove_file(folder.join(".lock"));
+        let _ = fs::remove_file(folder.join(LOCK));
         let _ = fs::remove_dir(folder);
         return Ok(None);
     }
@@ -194,7 +294,9 @@ fn refused(path: &Path, error: &io::Error) -> Error {
 fn empty(out: &Path) -> Result<()> {
     for name in NAMES.iter().flat_map(|name| [format!("{name}{PARTIAL}"), (*name).to_owned()]) {
         let path = out.join(&name);
-        let removed = match fs::symlink_metadata(&path) {
+        // Through a link to a larger disk, in which the lock lies, too.
+        let found = if name == CHECKPOINTS { fs::metadata(&path) } else { fs::symlink_metadata(&path) };
+        let removed = match found {
             Err(error) => Err(error),
             Ok(found) if found.is_dir() => remove_in(&path, name == CHECKPOINTS),
             Ok(_) => fs::remove_file(&path),
@@ -221,7 +323,7 @@ fn remove_in(folder: &Path, locked: bool) -> io::Result<()> {
         let entry = entry?;
         match entry.file_type()?.is_dir() {
             true => fs::remove_dir_all(entry.path())?,
-            false if entry.file_name() == ".lock" => {}
+            false if entry.file_name() == LOCK => {}
             false => fs::remove_file(entry.path())?,
         }
     }

@@ -66,8 +66,9 @@ impl fmt::Display for Difference {
 /// [`Error::Differs`], and [`Error::Resume`] for fewer steps than are behind it or a checkpoint of another program.
 pub(crate) fn begin(plan: &Plan, checkpoint: Checkpoint, out: &Path) -> Result<Begin> {
     let state = checkpoint.state();
-    let differences = differences(&state.config, &config::resolved(plan), &state.data, &text(plan), plan.rate.kind)
+    let mut differences = differences(&state.config, &config::resolved(plan), &state.data, &text(plan), plan.rate.kind)
         .map_err(|problem| Error::Resume { path: out.to_owned(), problem, remedy: "give another folder".into() })?;
+    differences.extend(of_models(&state.data["model"], &plan.config.to_json()));
     if !differences.is_empty() {
         return Err(Error::Differs { path: out.to_owned(), differences });
     }
@@ -87,6 +88,17 @@ pub(crate) fn begin(plan: &Plan, checkpoint: Checkpoint, out: &Path) -> Result<B
 pub(crate) fn text(plan: &Plan) -> Value {
     let corpus = &plan.corpus;
     json!({ "tokens": corpus.documents.tokens.len(), "checksum": format!("{:016x}", corpus.checksum()) })
+}
+
+/// Where a model's `config.json` is another one than it was.
+fn of_models(before: &Value, now: &Value) -> Vec<Difference> {
+    let (Some(before), Some(now)) = (before.as_object(), now.as_object()) else { return Vec::new() };
+    let keys: std::collections::BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+    let show = |value: Option<&Value>| value.map_or_else(|| "not given".to_owned(), ToString::to_string);
+    keys.into_iter()
+        .filter(|key| before.get(*key) != now.get(*key))
+        .map(|key| Difference { key: format!("model's {key}"), before: show(before.get(key)), now: show(now.get(key)) })
+        .collect()
 }
 
 fn differences(
@@ -150,6 +162,14 @@ mod tests {
     #[case("data = [\"a\"]\nlr = 0.001\nsteps = 10\n", &["seed was 3, now not given"])]
     fn only_what_changes_the_result_differs(#[case] now: &str, #[case] expected: &[&str]) {
         assert_eq!(found(now, 9, Schedule::Constant), expected);
+    }
+
+    #[test]
+    fn another_shape_of_model_differs() {
+        let (before, now) = (json!({ "rope_theta": 1e4, "layers": 2 }), json!({ "rope_theta": 777.0, "layers": 2 }));
+        let found: Vec<String> = of_models(&before, &now).iter().map(ToString::to_string).collect();
+        assert_eq!(found, ["model's rope_theta was 10000.0, now 777.0"]);
+        assert!(of_models(&before, &before).is_empty());
     }
 
     #[test]

@@ -75,6 +75,7 @@ impl Saving {
                 "epoch": done.steps / order.steps_per_epoch(),
                 "sequence": done.steps % order.steps_per_epoch() * order.per_step,
                 "text": resume::text(plan),
+                "model": plan.config.to_json(),
                 "weights_saved": done.weights,
             }),
             optimizer: optimizer_scalars(model, optimizer),

@@ -21,7 +21,7 @@ const REMEDY: &str = "download or save it again, or use --tokens bytes for byte 
 const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// What belongs to a model besides its configuration and weights, and is copied with it.
-const COMPANIONS: [&str; 9] = [
+pub(crate) const COMPANIONS: [&str; 9] = [
     TOKENIZER,
     TOKENIZER_CONFIG,
     CHAT_TEMPLATE,

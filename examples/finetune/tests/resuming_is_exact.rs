@@ -161,7 +161,7 @@ fn a_run_goes_on_on_another_mesh(#[case] other: &str, #[values("", "--fsdp")] fs
     let (found, expected) = (losses(&out), losses(&whole));
     assert_eq!(found.len(), 10);
     for (found, expected) in found.iter().zip(&expected) {
-        assert!((found - expected).abs() <= 1e-4 * expected, "{found} {expected}");
+        assert!((found - expected).abs() <= 1e-4, "{found} {expected}");
     }
 }
 
@@ -480,4 +480,85 @@ fn what_no_run_wrote_is_not_overwritten() {
         stderr.contains("what is read would be removed") && out.join("model/model.safetensors").exists(),
         "{stderr}"
     );
+}
+
+#[test]
+fn what_no_run_has_written_is_not_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("run");
+    said(finetune(&out, "--ranks 2 --steps 1"));
+    for name in ["model/README.md", "model/notes/n", "checkpoints/mine.txt", "checkpoints/best/x", "save-now/x"] {
+        let path = out.join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, "mine").unwrap();
+        let output = finetune(&out, "--ranks 2 --steps 1 --overwrite");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{name}: {stderr}");
+        assert!(stderr.contains("which no run has written"), "{stderr}");
+        assert!(path.exists(), "{name} has gone");
+        let known = ["model", "checkpoints"].map(|known| out.join(known));
+        match path.parent().filter(|parent| **parent != known[0] && **parent != known[1]) {
+            Some(parent) => fs::remove_dir_all(parent).unwrap(),
+            None => fs::remove_file(&path).unwrap(),
+        }
+    }
+    said(finetune(&out, "--ranks 2 --steps 1 --overwrite"));
+}
+
+/// A run that died before its plan was written leaves its lock, and half a file.
+#[rstest]
+#[case("")]
+#[case("--resume")]
+#[case("--overwrite")]
+fn a_run_that_died_at_birth_is_begun_again(#[case] word: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("run");
+    fs::create_dir_all(out.join("checkpoints")).unwrap();
+    fs::write(out.join("checkpoints/.lock"), "").unwrap();
+    fs::write(out.join("plan.txt.partial"), "model").unwrap();
+    said(finetune(&out, &format!("--ranks 2 --steps 1 {word}")));
+    assert!(out.join("model/model.safetensors").is_file());
+}
+
+#[test]
+fn checkpoints_may_lie_behind_a_link() {
+    let folder = tempfile::tempdir().unwrap();
+    let (out, large) = (folder.path().join("run"), folder.path().join("large"));
+    said(finetune(&out, "--ranks 2 --steps 1"));
+    fs::rename(out.join("checkpoints"), &large).unwrap();
+    std::os::unix::fs::symlink(&large, out.join("checkpoints")).unwrap();
+    said(finetune(&out, "--ranks 2 --steps 2 --save-every 1 --overwrite"));
+    said(finetune(&out, "--ranks 2 --steps 3 --resume"));
+    assert!(out.join("checkpoints").is_symlink());
+    assert!(large.join("step-0000000003").is_dir());
+}
+
+#[test]
+fn another_config_of_the_model_is_another_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let (out, model) = (folder.path().join("run"), folder.path().join("model"));
+    fs::create_dir(&model).unwrap();
+    for entry in fs::read_dir(INPUT.path().join("model")).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), model.join(entry.file_name())).unwrap();
+    }
+    let args = |rest: &str| format!("--model {} --ranks 2 {rest}", model.display());
+    said(finetune(&out, &args("--steps 1")));
+    let config = model.join("config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    fs::write(&config, text.replace("\"rms_norm_eps\":", "\"rms_norm_eps\": 0.125, \"was\":")).unwrap();
+    let output = finetune(&out, &args("--steps 2 --resume"));
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("rms_norm_eps was") && stderr.contains("now 0.125"), "{stderr}");
+}
+
+#[test]
+fn a_folder_named_save_now_asks_for_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("run");
+    fs::create_dir_all(&out).unwrap();
+    said(finetune(&out, "--ranks 2 --steps 1"));
+    fs::create_dir(out.join("save-now")).unwrap();
+    said(finetune(&out, "--ranks 2 --steps 3 --resume"));
 }

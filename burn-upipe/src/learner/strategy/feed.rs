@@ -111,3 +111,58 @@ pub(super) fn take<I>(inbox: &Inbox<I>) -> Result<Round<I>> {
         )
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::learner::Place;
+    use burn_context_parallel::attention::SequenceContext;
+    use burn_context_parallel::group::launch;
+
+    /// A number, and as many targets.
+    #[derive(Clone, Debug, PartialEq)]
+    struct Item(usize, usize);
+
+    impl SequenceInput for Item {
+        fn valid(&self) -> usize {
+            self.1
+        }
+
+        fn without_targets(self) -> Self {
+            Self(self.0, 0)
+        }
+
+        fn shard(self, _: &Place, _: usize) -> Result<Self> {
+            Ok(self)
+        }
+
+        fn context(&self, _: &Place) -> Result<SequenceContext> {
+            SequenceContext::single(1, 1)
+        }
+    }
+
+    #[test]
+    fn every_item_has_one_replica_and_all_replicas_make_as_many() {
+        for replicas in 1..=5 {
+            for count in 1..=11 {
+                let items: Vec<Item> = (0..count).map(|index| Item(index, index + 1)).collect();
+                let shares: Vec<Vec<Item>> =
+                    (0..replicas).map(|replica| of_replica(&items, replica, replicas)).collect();
+                assert!(shares.iter().all(|share| share.len() == count.div_ceil(replicas)), "{count} over {replicas}");
+                assert!((0..count).all(|index| shares[index % replicas][index / replicas] == items[index]));
+                let targets: usize = shares.iter().flatten().map(Item::valid).sum();
+                assert_eq!(targets, items.iter().map(Item::valid).sum::<usize>());
+            }
+        }
+    }
+
+    #[test]
+    fn the_most_decided_rank_is_followed() {
+        let agreed = launch(3, |world| {
+            let says = |rank, next| if world.rank() == rank { next } else { Next::Go };
+            let said = [Next::Go, says(0, Next::End), says(2, Next::Stop)];
+            said.into_iter().map(|next| next.agree(&world)).collect::<Result<Vec<_>>>()
+        });
+        assert_eq!(agreed.unwrap(), vec![vec![Next::Go, Next::End, Next::Stop]; 3]);
+    }
+}

@@ -105,8 +105,7 @@ where
             }
             let round = take(&self.inboxes.0)?;
             iteration += 1;
-            let output = self.step(round.items, round.total, since)?;
-            since = Instant::now();
+            let output = self.step(round.items, round.total, &mut since)?;
             if reader.is_some() {
                 let rate = Some(self.learner.lr_current());
                 let item = TrainingItem::new(output, round.progress, Some(iteration), rate);
@@ -119,8 +118,13 @@ where
         Ok(end)
     }
 
-    /// One optimizer step.
-    fn step(&mut self, items: Vec<TrainInput<M>>, total: usize, since: Instant) -> Result<<M as TrainStep>::Output> {
+    /// One optimizer step. `since` is when the one before was measured: between two measurements lies all that a step takes.
+    fn step(
+        &mut self,
+        items: Vec<TrainInput<M>>,
+        total: usize,
+        since: &mut Instant,
+    ) -> Result<<M as TrainStep>::Output> {
         let model = self.learner.model();
         let mut gradients = GradientsAccumulator::new();
         let mut outputs = Vec::with_capacity(items.len());
@@ -133,7 +137,8 @@ where
             outputs.push(output.item);
         }
         let gradients = self.states.finish(gradients.grads(), &model, self.max_norm, &self.place)?;
-        let output = RankOutput::over_ranks(outputs, &StepReport::new(&self.place, since.elapsed()))?;
+        let elapsed = std::mem::replace(since, Instant::now()).elapsed();
+        let output = RankOutput::over_ranks(outputs, &StepReport::new(&self.place, elapsed))?;
         drop(model);
         self.learner.lr_step();
         self.learner.optimizer_step(gradients);
