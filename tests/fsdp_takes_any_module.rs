@@ -2,6 +2,7 @@
 //! and what it refuses.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use burn::module::{Lora, Module, ModuleVisitor, Param, ParamId};
 use burn::nn::conv::{Conv1d, Conv1dConfig};
@@ -10,7 +11,7 @@ use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams, LionConfig
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::Error;
 use burn_context_parallel::fsdp::{Accumulation, Fsdp, FsdpConfig};
-use burn_context_parallel::group::{ProcessGroup, launch};
+use burn_context_parallel::group::{LaunchConfig, ProcessGroup, launch};
 use burn_upipe::checkpoint::Checkpointed;
 use rstest::rstest;
 use tests::{assert_close, filled, on_ranks, tensor, values};
@@ -355,7 +356,9 @@ fn ranks_that_run_other_blocks_get_an_error() {
 #[test]
 fn ranks_that_run_alike_blocks_in_another_order_get_an_error() {
     for prefetch in [false, true] {
-        let result = launch(2, move |world| {
+        // Under prefetch one rank waits for the other's block ahead, and that one for its present block: the timeout ends it.
+        let config = LaunchConfig::new(2).with_timeout(Duration::from_secs(3));
+        let result = launch(config, move |world| {
             let device = Device::flex().autodiff();
             let fsdp = Fsdp::over(&world, FsdpConfig::new().with_prefetch(prefetch))?;
             let layer = || Checkpointed::new(LinearConfig::new(4, 4).init(&device));

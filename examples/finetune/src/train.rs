@@ -229,6 +229,7 @@ impl Rank<'_> {
                 Err(error) => Event::NotSaved { step, error: error.to_string() },
             })?;
             if saved.is_ok()
+                && self.saving.save_now().requested()
                 && let Err(error) = self.saving.save_now().served()
             {
                 let path = self.saving.save_now().path().to_owned();
