@@ -125,7 +125,8 @@ impl Found {
                 }
             };
             let only_locked = name == CHECKPOINTS && folder && fs::read_dir(&path)?.count() <= 1;
-            found.begun |= !partial && !(only_locked && foreign.is_none() && !has_steps(&path)?);
+            let of_a_birth = partial || (only_locked && foreign.is_none() && !has_steps(&path)?);
+            found.begun |= !of_a_birth;
             if found.foreign.is_none() {
                 found.foreign = foreign.map(|path| path.strip_prefix(out).unwrap_or(&path).to_owned());
             }
