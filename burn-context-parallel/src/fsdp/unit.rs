@@ -40,20 +40,22 @@ pub(super) struct Entry {
 }
 
 impl Unit {
-    /// What a module has. A module that is not sharded has a unit that does nothing.
+    /// What a module has. A module that is not sharded has an empty unit, that does nothing.
     pub fn of<M: Module>(module: &M) -> Self {
         let mut collect = Collect { entries: Vec::new(), flats: Vec::new(), seen: HashSet::new() };
         let shared = found(|| module.visit(&mut collect));
+        let Some(shared) = shared else {
+            // Whoever keeps this keeps nothing.
+            return Self { entries: Vec::new(), shared: None };
+        };
         let Collect { mut entries, flats, .. } = collect;
-        if let Some(shared) = &shared {
-            for (entry, flat) in entries.iter_mut().zip(flats) {
-                entry.shard = shared
-                    .placement(entry.id)
-                    .filter(|placement| placement.shape() != entry.shape)
-                    .map(|placement| (placement, flat));
-            }
+        for (entry, flat) in entries.iter_mut().zip(flats) {
+            entry.shard = shared
+                .placement(entry.id)
+                .filter(|placement| placement.shape() != entry.shape)
+                .map(|placement| (placement, flat));
         }
-        Self { entries, shared }
+        Self { entries, shared: Some(shared) }
     }
 
     pub(super) fn one<const D: usize>(
