@@ -10,7 +10,7 @@ use burn_context_parallel::fsdp::{
 use burn_context_parallel::group::ProcessGroup;
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::learner::checkpoint::{Checkpoints, RunState};
-use burn_upipe::learner::training::{Holding, optimizer_scalars, pieces, restore};
+use burn_upipe::learner::training::{Holding, Parts, parts, restore};
 use burn_upipe::profile::heap::{self, CountingAllocator};
 use tests::on_ranks;
 
@@ -92,8 +92,9 @@ fn rank(world: &ProcessGroup, config: FsdpConfig) -> burn_context_parallel::Resu
     let training = heap::peak_by(me) - before;
     let folder = std::env::temp_dir().join(format!("burn-upipe-fsdp-memory-{}", std::process::id()));
     let (checkpoints, holding) = (Checkpoints::new(&folder, None), Holding::Sharded(fsdp.clone()));
-    let state = RunState { optimizer: optimizer_scalars(&model, &optimizer), ..RunState::default() };
-    checkpoints.save(world, pieces(&model, &optimizer, &holding), &state).expect("saved");
+    let Parts { pieces, scalars } = parts(&model, &optimizer, &holding);
+    let state = RunState { optimizer: scalars, ..RunState::default() };
+    checkpoints.save(world, pieces, &state).expect("saved");
     drop((model, optimizer));
 
     let before = rest()?;

@@ -7,25 +7,20 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use burn_context_parallel::attention::ContextParallelDevice;
-use burn_context_parallel::collective::sum_gradients;
 use burn_context_parallel::fsdp::{Fsdp, FsdpConfig, ShardedOptimizer, StatePlace};
 use burn_context_parallel::group::{Axis, Mesh, MeshShape, ReduceOp};
 use burn_context_parallel::sequence::Batch;
 use burn_upipe::learner::checkpoint::{CheckpointError, Checkpoints, RunState};
-use burn_upipe::learner::training::{Holding, optimizer_scalars, pieces, restore};
-use llama::{Llama, LlamaConfig, ParallelConfig, adamw_rule, clip_grad_norm};
+use burn_upipe::learner::training::{Holding, Parts, parts, restore};
+use llama::{Llama, LlamaConfig, ParallelConfig, adamw_rule};
 use rstest::rstest;
-use tests::{filled, on_ranks};
+use tests::{filled, on_ranks, row};
 
 /// A folder of its own, removed at the end.
 fn folder(name: &str) -> PathBuf {
     let folder = std::env::temp_dir().join(format!("burn-upipe-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&folder);
     folder
-}
-
-fn row(seed: usize) -> Vec<i64> {
-    (0..9).map(|i| (i * i * 3 + seed as i64 * 7 + i) % 23).collect()
 }
 
 fn model(tied: bool, width: usize) -> Llama {
@@ -65,23 +60,20 @@ fn run(layout: Layout, tied: bool, from: usize, to: usize, load: Option<&Path>, 
         }
         let (sequence, mut losses) = (mesh.axis(Axis::Ulysses), Vec::new());
         for step in from..to {
-            let rows: Vec<_> = (0..4).map(|i| row(step * 4 + i)).collect();
+            let rows: Vec<_> = (0..4).map(|i| row((step * 4 + i) as i64, 9, 9).0).collect();
             let mine = &rows[mesh.coordinates().data * 4 / shape.data..][..4 / shape.data];
             let shard = device.context_parallel(sequence).shard(&Batch::from_rows(mine)?)?;
             let share = model.loss_over(&shard, sequence, 4 * 8).unwrap().share;
             let value = share.clone().inner().into_data().convert_dtype(DType::F64);
             losses.push(world.all_reduce(value, ReduceOp::Sum)?.iter::<f64>().next().unwrap());
             let grads = GradientsParams::from_grads(share.backward(), &model);
-            let (grads, _) = match &fsdp {
-                Some(fsdp) => fsdp.clip_grad_norm(fsdp.finish(grads, &model)?, &model, 0.5)?,
-                None => clip_grad_norm(sum_gradients(grads, &model, &world)?, &model, 0.5, &world)?,
-            };
+            let (grads, _) = holding.clip(holding.sum(grads, &model)?, &model, 0.5)?;
             model = optimizer.step(1e-2, model, grads);
         }
         if let Some(folder) = &save {
-            let optimizer_state = optimizer_scalars(&model, &optimizer);
-            let state = RunState { step: to as u64, optimizer: optimizer_state, ..RunState::default() };
-            Checkpoints::new(folder, None).save(&world, pieces(&model, &optimizer, &holding), &state).unwrap();
+            let Parts { pieces, scalars } = parts(&model, &optimizer, &holding);
+            let state = RunState { step: to as u64, optimizer: scalars, ..RunState::default() };
+            Checkpoints::new(folder, None).save(&world, pieces, &state).unwrap();
         }
         struct Bytes(Vec<u8>);
         impl ModuleVisitor for Bytes {

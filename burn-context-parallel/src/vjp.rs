@@ -91,30 +91,49 @@ pub fn beside<const D: usize, const E: usize, K: Basic>(ids: Tensor<D, K>, like:
     Tensor::from_dispatch(ids)
 }
 
+/// Calls a function that is generic over backend and checkpointing strategy with those of a tensor on a tape.
+macro_rules! on_tape {
+    ($like:expr, $function:ident($($argument:expr),*)) => {{
+        use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, NoCheckpointing};
+        use burn::backend::{DispatchAutodiffContext, GradientCheckpointingStrategy};
+
+        let like: &AnyTensor = $like;
+        let balanced = like.autodiff == DispatchAutodiffContext::Enabled(GradientCheckpointingStrategy::Balanced);
+        macro_rules! on {
+            ($backend:ty) => {
+                if balanced {
+                    $function::<$backend, BalancedCheckpointing>($($argument),*)
+                } else {
+                    $function::<$backend, NoCheckpointing>($($argument),*)
+                }
+            };
+        }
+        let DispatchTensorKind::Autodiff(kind) = &like.kind else {
+            unreachable!("only for tensors with autodiff");
+        };
+        match kind.as_ref() {
+            #[cfg(feature = "flex")]
+            DispatchTensorKind::Flex(_) => on!(burn::backend::Flex),
+            #[cfg(feature = "cube")]
+            DispatchTensorKind::Cube(_) => on!(burn::backend::Cube),
+            #[allow(unreachable_patterns)]
+            _ => unreachable!("no backend feature of this crate covers this tensor"),
+        }
+    }};
+}
+
 /// The place of a tensor in its graph, to tell leaves apart: an optimizer step makes new ones. `None` without autodiff.
 pub fn node_id(tensor: &AnyTensor) -> Option<NodeId> {
-    use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, NoCheckpointing};
-    use burn::backend::{DispatchAutodiffContext, GradientCheckpointingStrategy};
+    is_autodiff(tensor).then(|| on_tape!(tensor, node_id_on(tensor.clone())))
+}
 
-    let DispatchTensorKind::Autodiff(kind) = &tensor.kind else { return None };
-    let balanced = tensor.autodiff == DispatchAutodiffContext::Enabled(GradientCheckpointingStrategy::Balanced);
-    macro_rules! on {
-        ($backend:ty) => {
-            if balanced {
-                float::<Autodiff<$backend, BalancedCheckpointing>>(tensor.clone()).id()
-            } else {
-                float::<Autodiff<$backend, NoCheckpointing>>(tensor.clone()).id()
-            }
-        };
-    }
-    match kind.as_ref() {
-        #[cfg(feature = "flex")]
-        DispatchTensorKind::Flex(_) => Some(on!(burn::backend::Flex)),
-        #[cfg(feature = "cube")]
-        DispatchTensorKind::Cube(_) => Some(on!(burn::backend::Cube)),
-        #[allow(unreachable_patterns)]
-        _ => None,
-    }
+fn node_id_on<B, C>(tensor: AnyTensor) -> NodeId
+where
+    B: Backend,
+    C: CheckpointStrategy,
+    DispatchTensor: DispatchKindConversion<Autodiff<B, C>>,
+{
+    float::<Autodiff<B, C>>(tensor).id()
 }
 
 /// Puts `output` on the tape as a function of `inputs`, with `backward` as its vector-Jacobian product.
@@ -156,35 +175,7 @@ pub fn custom_vjp<const D: usize>(
     };
     let backward: BackwardFn = Box::new(move |dy| backward(Tensor::from_dispatch(dy)));
     let output = output.into_dispatch();
-    Tensor::from_dispatch(record(&like, inputs, output, backward))
-}
-
-/// Finds the concrete backend and checkpointing strategy behind `like`.
-fn record(like: &AnyTensor, inputs: Inputs, output: AnyTensor, backward: BackwardFn) -> AnyTensor {
-    use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, NoCheckpointing};
-    use burn::backend::{DispatchAutodiffContext, GradientCheckpointingStrategy};
-
-    let DispatchTensorKind::Autodiff(kind) = &like.kind else {
-        unreachable!("`like` was chosen for being an autodiff tensor");
-    };
-    let balanced = like.autodiff == DispatchAutodiffContext::Enabled(GradientCheckpointingStrategy::Balanced);
-    macro_rules! on {
-        ($backend:ty) => {
-            if balanced {
-                record_on::<$backend, BalancedCheckpointing>(inputs, output, backward)
-            } else {
-                record_on::<$backend, NoCheckpointing>(inputs, output, backward)
-            }
-        };
-    }
-    match kind.as_ref() {
-        #[cfg(feature = "flex")]
-        DispatchTensorKind::Flex(_) => on!(burn::backend::Flex),
-        #[cfg(feature = "cube")]
-        DispatchTensorKind::Cube(_) => on!(burn::backend::Cube),
-        #[allow(unreachable_patterns)]
-        _ => unreachable!("no backend feature of this crate covers this tensor"),
-    }
+    Tensor::from_dispatch(on_tape!(&like, record_on(inputs, output, backward)))
 }
 
 fn record_on<B, C>(inputs: Inputs, output: AnyTensor, backward: BackwardFn) -> AnyTensor

@@ -1,12 +1,12 @@
 //! What is left to do with gradients after the backward passes of a step: sums that were put off, replicas, whole parameters, the norm.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
 
-use super::unit::Unit;
+use super::unit::{Unit, presence, present};
 use super::{Accumulation, Fsdp, lock};
 use crate::buffer::{accumulator, own, zeros};
 use crate::collective::norm;
@@ -40,16 +40,15 @@ impl Fsdp {
                 sum_known(&self.shared.world, whole.iter().map(|whole| whole.gradient.clone()).collect(), &whole)?;
             struct Put<'a> {
                 grads: &'a mut GradientsParams,
-                sums: Vec<(ParamId, Option<Tensor<1>>)>,
+                sums: HashMap<ParamId, Option<Tensor<1>>>,
             }
             impl ModuleVisitor for Put<'_> {
                 fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                    if let Some(at) = self.sums.iter().position(|(id, _)| *id == param.id) {
-                        self.grads.remove::<D>(param.id);
-                        if let (_, Some(sum)) = self.sums.swap_remove(at) {
-                            let base = param.base();
-                            self.grads.register(param.id, sum.cast(base.dtype()).reshape(base.dims()));
-                        }
+                    let Some(sum) = self.sums.remove(&param.id) else { return };
+                    self.grads.remove::<D>(param.id);
+                    if let Some(sum) = sum {
+                        let base = param.base();
+                        self.grads.register(param.id, sum.cast(base.dtype()).reshape(base.dims()));
                     }
                 }
             }
@@ -160,7 +159,7 @@ fn sum_known(
     let device = like[0].like.device();
     let dtype = like.iter().map(|whole| accumulator(whole.like.dtype())).find(|dtype| dtype.size() > 4);
     let dtype = dtype.unwrap_or(burn::tensor::DType::F32);
-    let has: Vec<f64> = gradients.iter().map(|gradient| f64::from(u8::from(gradient.is_some()))).collect();
+    let has = presence(gradients.iter().map(Option::is_some), &device, dtype);
     let mut parts: Vec<Tensor<1>> = gradients
         .into_iter()
         .zip(like)
@@ -169,15 +168,13 @@ fn sum_known(
             None => zeros(whole.like.dims(), &device, dtype),
         })
         .collect();
-    parts.push(Tensor::from_data(TensorData::from(&has[..]), (&device, dtype)));
+    parts.push(has);
     let sum = group.all_reduce(Tensor::cat(parts, 0), ReduceOp::Sum)?;
-    let mut start = sum.dims()[0] - has.len();
-    let anybody: Vec<f64> = sum.clone().narrow(0, start, has.len()).into_data().iter::<f64>().collect();
-    start = 0;
-    let sums = like.iter().zip(anybody).map(|(whole, anybody)| {
+    let mut start = 0;
+    let sums = like.iter().zip(present(&sum, like.len())).map(|(whole, anybody)| {
         let len = whole.like.dims()[0];
         start += len;
-        (anybody > 0.0).then(|| own(sum.clone().narrow(0, start - len, len)))
+        anybody.then(|| own(sum.clone().narrow(0, start - len, len)))
     });
     Ok(sums.collect())
 }

@@ -87,6 +87,7 @@ pub use placement::{
     Placement, accumulation_bytes, backward_bytes, forward_bytes, gather_bytes, reduce_bytes, state_bytes,
 };
 pub use unit::Unit;
+pub use whole::whole_shapes;
 
 use crate::buffer::accumulator;
 use crate::group::{Axis, Mesh, ProcessGroup};

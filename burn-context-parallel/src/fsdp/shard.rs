@@ -127,18 +127,19 @@ impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Sharder<'_, S> {
             }
             let (bytes, _, dtype) = data.into_parts();
             let whole = Tensor::<1>::from_data(TensorData::from_bytes(bytes, [found], dtype), (&device, dtype));
-            return Ok(self.keep(&shape, whole, shared.group.rank()));
+            let Some(placement) = self.placement(&shape) else {
+                return Ok((whole.reshape::<D, _>(std::array::from_fn(|dim| shape[dim])), None));
+            };
+            let shard = padded(&placement, &whole, shared.group.rank()).reshape(placement.shard_shape::<D>());
+            return Ok((shard, Some(placement)));
         }
         // The first rank's shape as well: a lazy parameter may be turned while it is drawn.
         let first = shared.world.rank() == 0;
         let drawn = first.then(|| param.base().inner());
         let shape = agree(&shared.world, drawn.as_ref(), param)?;
-        let ranks = shared.group.size();
-        if !Placement::shards(&shape, ranks, shared.config.whole_below) {
-            let value = shared.world.broadcast(drawn, 0)?;
-            return Ok((own(value), None));
-        }
-        let placement = Placement::new(&shape, ranks);
+        let Some(placement) = self.placement(&shape) else {
+            return Ok((own(shared.world.broadcast(drawn, 0)?), None));
+        };
         let parts = match drawn {
             Some(whole) => {
                 let flat = whole.reshape([placement.elements()]);
@@ -146,30 +147,20 @@ impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Sharder<'_, S> {
             }
             None => vec![None; shared.world.size()],
         };
-        let len = vec![placement.shard_len()];
         let mut expected = vec![None; shared.world.size()];
-        expected[0] = Some(len);
+        expected[0] = Some(vec![placement.shard_len()]);
         let mut parts = shared.world.all_to_all_uneven(parts, &expected)?;
         let shard = parts[0].take().expect("the first rank sends to all");
         // What came may be the first rank's memory.
         let shard = if first { shard } else { own(shard) }.reshape(placement.shard_shape::<D>());
-        Ok((shard, Some(Arc::new(placement))))
+        Ok((shard, Some(placement)))
     }
 
-    fn keep<const D: usize>(
-        &self,
-        shape: &[usize],
-        whole: Tensor<1>,
-        rank: usize,
-    ) -> (Tensor<D>, Option<Arc<Placement>>) {
+    /// How a parameter of this shape is divided; `None` if it stays whole.
+    fn placement(&self, shape: &[usize]) -> Option<Arc<Placement>> {
         let ranks = self.shared.group.size();
-        if !Placement::shards(shape, ranks, self.shared.config.whole_below) {
-            let dims: [usize; D] = std::array::from_fn(|dim| shape[dim]);
-            return (whole.reshape(dims), None);
-        }
-        let placement = Placement::new(shape, ranks);
-        let shard = padded(&placement, &whole, rank).reshape(placement.shard_shape::<D>());
-        (shard, Some(Arc::new(placement)))
+        let divided = Placement::shards(shape, ranks, self.shared.config.whole_below);
+        divided.then(|| Arc::new(Placement::new(shape, ranks)))
     }
 }
 

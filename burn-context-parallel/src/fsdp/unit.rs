@@ -7,7 +7,7 @@ use burn::backend::autodiff::NodeId;
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, TensorMetadata};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::{DType, Shape, Tensor};
+use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 
 use super::gather::found;
 use super::placement::Placement;
@@ -100,25 +100,39 @@ impl Unit {
     ///
     /// One all-gather a type, [`gather_bytes`](super::gather_bytes).
     pub fn gather<M: Module>(&self, module: &M) -> Result<M> {
-        let Some(shared) = &self.shared else { return Ok(module.clone()) };
-        let whole = self.fetch()?;
+        let compute = self.shared.as_ref().and_then(|shared| shared.config.compute);
+        self.gather_in(module, compute)
+    }
+
+    /// [`gather`](Self::gather) in another type; `None` is the parameters' own.
+    pub(super) fn gather_in<M: Module>(&self, module: &M, dtype: Option<DType>) -> Result<M> {
+        if self.shared.is_none() {
+            return Ok(module.clone());
+        }
+        let whole = self.fetch_in(dtype)?;
         let whole = self
             .sharded()
             .zip(whole)
             .map(|((entry, placement, _), whole)| (entry.id, (whole, placement.clone())))
             .collect();
-        Ok(module.clone().map(&mut Replace { whole, compute: shared.config.compute }))
+        Ok(module.clone().map(&mut Replace { whole, compute: dtype }))
     }
 
-    /// The whole of every shard, flat, in order.
+    /// The whole of every shard, flat, in order, in the computing type.
     pub(super) fn fetch(&self) -> Result<Vec<Tensor<1>>> {
+        self.fetch_in(self.shared.as_ref().and_then(|shared| shared.config.compute))
+    }
+
+    fn fetch_in(&self, dtype: Option<DType>) -> Result<Vec<Tensor<1>>> {
         let Some(shared) = self.shared.as_ref().filter(|_| self.is_sharded()) else { return Ok(Vec::new()) };
         shared.counts.gathered();
-        let parts = match shared.prefetched(self)? {
+        // Ahead weights are fetched in the computing type.
+        let ahead = if dtype == shared.config.compute { shared.prefetched(self)? } else { None };
+        let parts = match ahead {
             Some(parts) => parts,
-            None => exchange(&shared.group.about(self.digest(shared)), self.outgoing(shared.config.compute))?,
+            None => exchange(&shared.group.about(self.digest(shared)), self.outgoing(dtype))?,
         };
-        Ok(self.assemble(parts))
+        Ok(self.assemble(parts, dtype))
     }
 
     pub(super) fn digest(&self, shared: &Shared) -> u64 {
@@ -147,8 +161,7 @@ impl Unit {
     }
 
     /// Parameters from all ranks' parts, by type and rank.
-    fn assemble(&self, mut parts: Vec<Vec<Tensor<1>>>) -> Vec<Tensor<1>> {
-        let compute = self.shared.as_ref().and_then(|shared| shared.config.compute);
+    fn assemble(&self, mut parts: Vec<Vec<Tensor<1>>>, compute: Option<DType>) -> Vec<Tensor<1>> {
         let dtypes: Vec<DType> = self.groups(compute).into_iter().map(|(dtype, _)| dtype).collect();
         let mut starts = vec![0; parts.len()];
         let mut whole = Vec::new();
@@ -209,8 +222,7 @@ impl Unit {
         let dtype = dtypes.max_by_key(DType::size).unwrap_or(DType::F32);
 
         // Whether this rank has a gradient goes along: one that nobody has is none, not zero.
-        let has: Vec<f64> = reduced.iter().map(|&i| f64::from(u8::from(gradients[i].is_some()))).collect();
-        let has = Tensor::<1>::from_data(burn::tensor::TensorData::from(&has[..]), (&device, dtype));
+        let has = presence(reduced.iter().map(|&i| gradients[i].is_some()), &device, dtype);
         let whole: Vec<Option<Tensor<1>>> = reduced
             .iter()
             .map(|&i| {
@@ -241,12 +253,10 @@ impl Unit {
         drop(whole);
         let sum = shared.group.reduce_scatter(parts, ReduceOp::Sum)?;
 
-        let mut start: usize = reduced.iter().map(|&i| self.placement(i).shard_len()).sum();
-        let anybody: Vec<f64> = sum.clone().narrow(0, start, reduced.len()).into_data().iter::<f64>().collect();
-        start = 0;
-        for (&i, anybody) in reduced.iter().zip(anybody) {
+        let mut start = 0;
+        for (&i, anybody) in reduced.iter().zip(present(&sum, reduced.len())) {
             let len = self.placement(i).shard_len();
-            if anybody > 0.0 {
+            if anybody {
                 // A copy: a view would keep the whole block's.
                 let shard = own(sum.clone().narrow(0, start, len)).cast(self.entries[i].dtype).into_dispatch();
                 gradients[i] = Some(Dispatch::float_reshape(shard, Shape::from(self.entries[i].shape.clone())));
@@ -268,6 +278,18 @@ impl Unit {
 /// Every rank's parts, by type and rank.
 pub(super) fn exchange(group: &ProcessGroup, outgoing: Vec<Tensor<1>>) -> Result<Vec<Vec<Tensor<1>>>> {
     outgoing.into_iter().map(|part| group.all_gather(part)).collect()
+}
+
+/// Numbers that go along with a sum of gradients: 1 where this rank has one.
+pub(super) fn presence(has: impl Iterator<Item = bool>, device: &Device, dtype: DType) -> Tensor<1> {
+    let has: Vec<f64> = has.map(|has| f64::from(u8::from(has))).collect();
+    Tensor::from_data(TensorData::from(&has[..]), (device, dtype))
+}
+
+/// Of a sum whose last `count` elements are [`presence`]: whether anybody had one.
+pub(super) fn present(sum: &Tensor<1>, count: usize) -> Vec<bool> {
+    let counts = sum.clone().narrow(0, sum.dims()[0] - count, count);
+    counts.into_data().iter::<f64>().map(|ranks| ranks > 0.0).collect()
 }
 
 pub(super) fn flatten(tensor: AnyTensor, elements: usize) -> Tensor<1> {

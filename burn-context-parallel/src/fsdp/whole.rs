@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
+use super::gather::found;
 use super::{Fsdp, Unit};
 use crate::{Error, Result};
 
@@ -26,6 +27,23 @@ impl Fsdp {
         Unit::of(module).gather(module)
     }
 
+    /// [`gather`](Self::gather) in the parameters' own types: what is trained, not its rounding that is computed with.
+    ///
+    /// # Errors
+    ///
+    /// As [`gather`](Self::gather).
+    ///
+    /// # Memory
+    ///
+    /// All weights.
+    ///
+    /// # Communication
+    ///
+    /// As [`gather`](Self::gather).
+    pub fn gather_exact<M: Module>(&self, module: &M) -> Result<M> {
+        Unit::of(module).gather_in(module, None)
+    }
+
     /// Shows the first rank every float parameter as it is kept (not in the computing type), whole, by path, one after the other; a tied
     /// one comes each time. Other ranks send their shards.
     ///
@@ -45,36 +63,51 @@ impl Fsdp {
         module.visit(&mut each);
         each.error.map_or(Ok(()), Err)
     }
+}
 
-    /// The shapes of all float parameters by path, whole, with what is tied once: what [`each_whole`](Self::each_whole) will show.
-    pub fn whole_shapes<M: Module>(&self, module: &M) -> Vec<(String, Vec<usize>)> {
-        struct Shapes<'a> {
-            fsdp: &'a Fsdp,
-            path: Vec<String>,
-            seen: HashSet<ParamId>,
-            shapes: Vec<(String, Vec<usize>)>,
-        }
-        impl ModuleVisitor for Shapes<'_> {
-            fn enter_module(&mut self, name: &str, _: &str) {
-                self.path.push(name.to_owned());
-            }
-
-            fn exit_module(&mut self, _: &str, _: &str) {
-                self.path.pop();
-            }
-
-            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                if self.seen.insert(param.id) {
-                    let placement = self.fsdp.placement(param.id);
-                    let shape = placement.map_or_else(|| param.lazy_shape().to_vec(), |p| p.shape().to_vec());
-                    self.shapes.push((self.path.join("."), shape));
-                }
-            }
-        }
-        let mut shapes = Shapes { fsdp: self, path: Vec::new(), seen: HashSet::new(), shapes: Vec::new() };
-        module.visit(&mut shapes);
-        shapes.shapes
+/// The shapes of all float parameters by path, whole whether they are sharded or not, with what is tied once: what
+/// [`Fsdp::each_whole`] shows, in its order. Draws nothing.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_context_parallel::fsdp::{Fsdp, FsdpConfig, whole_shapes};
+/// use burn_context_parallel::group::launch;
+///
+/// let shapes = launch(2, |world| {
+///     let linear = LinearConfig::new(3, 5).init(&Device::flex());
+///     Ok::<_, burn_context_parallel::Error>(whole_shapes(&Fsdp::over(&world, FsdpConfig::new())?.shard(linear)?))
+/// })?;
+/// assert_eq!(shapes[1], [("weight".to_owned(), vec![3, 5]), ("bias".to_owned(), vec![5])]);
+/// # Ok::<(), burn_context_parallel::group::LaunchError>(())
+/// ```
+pub fn whole_shapes<M: Module>(module: &M) -> Vec<(String, Vec<usize>)> {
+    #[derive(Default)]
+    struct Shapes {
+        path: Vec<String>,
+        seen: HashSet<ParamId>,
+        held: Vec<(ParamId, String, Vec<usize>)>,
     }
+    impl ModuleVisitor for Shapes {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.path.push(name.to_owned());
+        }
+
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.path.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if self.seen.insert(param.id) {
+                self.held.push((param.id, self.path.join("."), param.lazy_shape().to_vec()));
+            }
+        }
+    }
+    let mut shapes = Shapes::default();
+    let shared = found(|| module.visit(&mut shapes));
+    let placement = |id| shared.as_ref().and_then(|shared| shared.placement(id));
+    let whole = |id, held| placement(id).map_or(held, |placement| placement.shape().to_vec());
+    shapes.held.into_iter().map(|(id, path, held)| (path, whole(id, held))).collect()
 }
 
 struct Each<'a, T> {

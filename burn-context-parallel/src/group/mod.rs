@@ -88,8 +88,8 @@ impl ProcessGroup {
         Self { transport, about: None }
     }
 
-    /// This group, with something that its ranks must agree on in every [`all_to_all_uneven`](Self::all_to_all_uneven) and all-gather: where they do
-    /// not, each of them gets an error. Costs no exchange.
+    /// This group, with something that its ranks must agree on in every [`all_to_all_uneven`](Self::all_to_all_uneven) and
+    /// [`all_gather`](Self::all_gather): where they do not, each of them gets an error. Costs no exchange.
     pub fn about(&self, digest: u64) -> Self {
         Self { transport: self.transport.clone(), about: Some(digest) }
     }

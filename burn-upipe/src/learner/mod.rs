@@ -30,4 +30,4 @@ pub use output::{MemoryUse, RankOutput, StepReport, TokenOutput};
 #[cfg(feature = "train")]
 pub use sharded::Sharded;
 #[cfg(feature = "train")]
-pub use strategy::{ContextParallelStrategy, Place};
+pub use strategy::{ContextParallelStrategy, Place, SequenceModel};

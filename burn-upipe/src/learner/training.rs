@@ -8,12 +8,15 @@
 //!
 //! Everything is named by path and counted in elements of whole tensors, so that nothing depends on who held what.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::rc::Rc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::optim::{Optimizer, StateSource};
+use burn::optim::{GradientsParams, Optimizer, StateSource};
 use burn::tensor::{Tensor, TensorData};
+use burn_context_parallel::collective::{clip_grad_norm, sum_gradients};
 use burn_context_parallel::fsdp::{Fsdp, ShardedOptimizer};
 use burn_context_parallel::group::ProcessGroup;
 use serde_json::{Map, Value};
@@ -40,6 +43,59 @@ struct Part {
 }
 
 impl Holding {
+    /// All ranks that share the model.
+    pub fn world(&self) -> &ProcessGroup {
+        match self {
+            Self::Whole(group) => group,
+            Self::Sharded(fsdp) => fsdp.world(),
+        }
+    }
+
+    /// Before a forward pass: [`Fsdp::begin`].
+    pub fn begin<M: Module>(&self, model: &M) {
+        if let Self::Sharded(fsdp) = self {
+            fsdp.begin(model);
+        }
+    }
+
+    /// After the last backward pass of a step: the gradients of all ranks, summed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Group`](burn_context_parallel::Error::Group) if a collective fails.
+    ///
+    /// # Communication
+    ///
+    /// [`sum_gradients`] or [`Fsdp::finish`].
+    pub fn sum<M: Module>(&self, grads: GradientsParams, model: &M) -> burn_context_parallel::Result<GradientsParams> {
+        match self {
+            Self::Whole(group) => sum_gradients(grads, model, group),
+            Self::Sharded(fsdp) => fsdp.finish(grads, model),
+        }
+    }
+
+    /// Summed gradients, scaled to a norm of at most `max_norm`, and their norm before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`](burn_context_parallel::Error::Invalid) if `max_norm` is not a positive number;
+    /// [`Error::Group`](burn_context_parallel::Error::Group) if a collective fails.
+    ///
+    /// # Communication
+    ///
+    /// [`clip_grad_norm`] or [`Fsdp::clip_grad_norm`].
+    pub fn clip<M: Module>(
+        &self,
+        grads: GradientsParams,
+        model: &M,
+        max_norm: f64,
+    ) -> burn_context_parallel::Result<(GradientsParams, f64)> {
+        match self {
+            Self::Whole(group) => clip_grad_norm(grads, model, max_norm, group),
+            Self::Sharded(fsdp) => fsdp.clip_grad_norm(grads, model, max_norm),
+        }
+    }
+
     fn part(&self, id: ParamId, shape: &[usize], index: usize) -> Part {
         let elements = shape.iter().product::<usize>();
         let whole =
@@ -59,13 +115,23 @@ impl Holding {
     }
 }
 
-/// What this rank saves of a model and its optimizer: pieces that read their values when they are written. Every rank makes its own.
+/// What is saved of a model and its optimizer.
+#[derive(Debug)]
+pub struct Parts<'a> {
+    /// This rank's pieces, which read their values when they are written.
+    pub pieces: Vec<Piece<'a>>,
+    /// The scalars of the optimizer's state by path, for [`RunState::optimizer`](super::checkpoint::RunState::optimizer): numbers of
+    /// steps, among others. The same on every rank.
+    pub scalars: Value,
+}
+
+/// What this rank saves of a model and its optimizer. Every rank makes its own.
 ///
 /// A tied parameter is saved once, under its first path.
 ///
 /// # Memory
 ///
-/// Handles only; a piece's values are in host memory while it is written.
+/// Handles only; a piece's values are in host memory while it is written, and those of the same parameter's optimizer state.
 ///
 /// ```
 /// use burn::module::Module;
@@ -75,7 +141,7 @@ impl Holding {
 /// use burn_context_parallel::fsdp::{ShardedOptimizer, StatePlace};
 /// use burn_context_parallel::group::ProcessGroup;
 /// use burn_upipe::learner::checkpoint::{Checkpoints, RunState};
-/// use burn_upipe::learner::training::{Holding, optimizer_scalars, pieces, restore};
+/// use burn_upipe::learner::training::{Holding, parts, restore};
 ///
 /// # let folder = std::env::temp_dir().join(format!("burn-upipe-training-{}", std::process::id()));
 /// let (world, device) = (ProcessGroup::single(), Device::flex().autodiff());
@@ -87,9 +153,9 @@ impl Holding {
 /// let model = optimizer.step(1e-2, model.clone(), GradientsParams::from_grads(loss.backward(), &model));
 ///
 /// let checkpoints = Checkpoints::new(&folder, None);
-/// let scalars = optimizer_scalars(&model, &optimizer);
-/// let state = RunState { step: 1, optimizer: scalars, ..RunState::default() };
-/// checkpoints.save(&world, pieces(&model, &optimizer, &holding), &state)?;
+/// let parts = parts(&model, &optimizer, &holding);
+/// let state = RunState { step: 1, optimizer: parts.scalars, ..RunState::default() };
+/// checkpoints.save(&world, parts.pieces, &state)?;
 ///
 /// let mut again = ShardedOptimizer::new(rule, StatePlace::Device);
 /// let checkpoint = checkpoints.latest(&world)?.expect("just saved");
@@ -98,46 +164,14 @@ impl Holding {
 /// # std::fs::remove_dir_all(folder)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn pieces<'a, M: Module, O: Optimizer>(
+pub fn parts<'a, M: Module, O: Optimizer>(
     model: &M,
     optimizer: &'a ShardedOptimizer<O>,
     holding: &Holding,
-) -> Vec<Piece<'a>> {
-    let mut collect = Collect { walk: Walk::default(), holding, optimizer, pieces: Vec::new() };
+) -> Parts<'a> {
+    let mut collect = Collect { walk: Walk::default(), holding, optimizer, pieces: Vec::new(), scalars: Map::new() };
     model.visit(&mut collect);
-    collect.pieces
-}
-
-/// The scalars of the optimizer's state by path, for [`RunState::optimizer`](super::checkpoint::RunState::optimizer): numbers of steps, among others. The
-/// same on every rank.
-pub fn optimizer_scalars<M: Module, O: Optimizer>(model: &M, optimizer: &ShardedOptimizer<O>) -> Value {
-    struct Scalars<'a, O: Optimizer> {
-        walk: Walk,
-        optimizer: &'a ShardedOptimizer<O>,
-        found: Map<String, Value>,
-    }
-    impl<O: Optimizer> ModuleVisitor for Scalars<'_, O> {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.walk.path.push(name.to_owned());
-        }
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.walk.path.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let Some((path, _)) = self.walk.next(param.id) else { return };
-            if let Some(state) = self.optimizer.export::<D>(param.id) {
-                let scalars = state
-                    .scalars
-                    .into_iter()
-                    .map(|(name, scalar)| (name, serde_json::to_value(scalar).unwrap_or(Value::Null)))
-                    .collect();
-                self.found.insert(path, Value::Object(scalars));
-            }
-        }
-    }
-    let mut scalars = Scalars { walk: Walk::default(), optimizer, found: Map::new() };
-    model.visit(&mut scalars);
-    Value::Object(scalars.found)
+    Parts { pieces: collect.pieces, scalars: Value::Object(collect.scalars) }
 }
 
 /// `model` and `optimizer` as they were saved, whoever held what then. Every rank calls it with a model of the same shape, laid out
@@ -157,7 +191,7 @@ pub fn restore<M: Module, O: Optimizer>(
     holding: &Holding,
     checkpoint: &Checkpoint,
 ) -> Result<M> {
-    let fields = fields(checkpoint)?;
+    let fields = fields(checkpoint);
     optimizer.clear();
     let mut restore = Restore { walk: Walk::default(), holding, optimizer, checkpoint, fields, used: 0, error: None };
     let model = model.map(&mut restore);
@@ -206,6 +240,7 @@ struct Collect<'a, 'b, O: Optimizer> {
     holding: &'b Holding,
     optimizer: &'a ShardedOptimizer<O>,
     pieces: Vec<Piece<'a>>,
+    scalars: Map<String, Value>,
 }
 
 impl<O: Optimizer> ModuleVisitor for Collect<'_, '_, O> {
@@ -222,6 +257,14 @@ impl<O: Optimizer> ModuleVisitor for Collect<'_, '_, O> {
         let (id, value) = (param.id, param.base().inner());
         let (held, dtype) = (value.dims().to_vec(), value.dtype());
         let Part { shape, range, saves } = self.holding.part(id, &held, index);
+        let state = self.optimizer.export::<D>(id);
+        if let Some(state) = &state {
+            let scalars = state.scalars.iter();
+            let scalars = scalars
+                .map(|(name, scalar)| (name.clone(), serde_json::to_value(scalar).unwrap_or(Value::Null)))
+                .collect();
+            self.scalars.insert(path.clone(), Value::Object(scalars));
+        }
         if !saves {
             return;
         }
@@ -232,11 +275,10 @@ impl<O: Optimizer> ModuleVisitor for Collect<'_, '_, O> {
                 Ok::<_, CheckpointError>(first(value.into_data(), len))
             }));
         }
-        let optimizer = self.optimizer;
-        let state = optimizer.export::<D>(id).map(|state| state.tensors).unwrap_or_default();
-        for (field, data) in state {
+        // Looked at now, and taken when the first of them is written: all moments at once would be too much to keep.
+        let (optimizer, taken) = (self.optimizer, Rc::new(RefCell::new(None)));
+        for (field, data) in state.map(|state| state.tensors).unwrap_or_default() {
             let (dtype, form) = (data.dtype(), data.shape().to_vec());
-            drop(data); // taken again when it is written
             // In the parameter's shape it lies as the parameter does.
             let (shape, range) = if form == held {
                 (shape.clone(), range.clone())
@@ -247,10 +289,13 @@ impl<O: Optimizer> ModuleVisitor for Collect<'_, '_, O> {
             if range.is_empty() {
                 continue;
             }
-            let (name, len) = (format!("optimizer/{path}/{field}"), range.len());
+            let (name, len, taken) = (format!("optimizer/{path}/{field}"), range.len(), taken.clone());
             self.pieces.push(Piece::new(name, dtype, shape, range, move || {
-                let state = optimizer.export::<D>(id).map(|state| state.tensors).unwrap_or_default();
-                let data = state.into_iter().find(|(name, _)| *name == field).map(|(_, data)| first(data, len));
+                let mut taken = taken.borrow_mut();
+                let fields: &mut Vec<(String, TensorData)> =
+                    taken.get_or_insert_with(|| optimizer.export::<D>(id).map_or_else(Vec::new, |state| state.tensors));
+                let at = fields.iter().position(|(name, _)| *name == field);
+                let data = at.map(|at| first(fields.swap_remove(at).1, len));
                 data.ok_or_else(|| CheckpointError::Invalid {
                     what: format!("the optimizer's `{field}` has gone"),
                     remedy: "this is a fault of the library".into(),
@@ -271,14 +316,14 @@ fn first(data: TensorData, len: usize) -> TensorData {
 }
 
 /// Of every path the fields of its optimizer state.
-fn fields(checkpoint: &Checkpoint) -> Result<BTreeMap<String, Vec<String>>> {
+fn fields(checkpoint: &Checkpoint) -> BTreeMap<String, Vec<String>> {
     let mut fields: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for name in checkpoint.names() {
         if let Some((path, field)) = name.strip_prefix("optimizer/").and_then(|name| name.rsplit_once('/')) {
             fields.entry(path.to_owned()).or_default().push(field.to_owned());
         }
     }
-    Ok(fields)
+    fields
 }
 
 struct Restore<'a, O: Optimizer> {
@@ -347,14 +392,12 @@ impl<O: Optimizer> Restore<'_, O> {
             return Ok(value); // it was never stepped
         }
         let scalars = scalars.cloned().unwrap_or_else(|| Value::Object(Map::new()));
+        let mut names = fields.clone();
+        names.extend(scalars.as_object().into_iter().flat_map(Map::keys).cloned());
         let scalars = serde_json::from_value(scalars).map_err(|error| CheckpointError::Invalid {
             what: format!("the optimizer's scalars of `{path}` are none: {error}"),
             remedy: "load it with the optimizer that it was saved from".into(),
         })?;
-        let mut names: Vec<String> = fields.clone();
-        if let Some(scalars) = self.checkpoint.state().optimizer.get(&path).and_then(Value::as_object) {
-            names.extend(scalars.keys().cloned());
-        }
         let mut source = StateSource::new(scalars);
         for field in fields {
             let name = format!("optimizer/{path}/{field}");

@@ -5,13 +5,11 @@ use std::fmt;
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_context_parallel::group::Axis;
-use burn_upipe::learner::training::Holding;
-use llama::precision;
 use serde::Serialize;
 
 use crate::error::Result;
 use crate::plan::Plan;
-use crate::ranks::{micro_batches, number, on_ranks, sum};
+use crate::ranks::{computing, micro_batches, number, on_ranks, sum};
 use crate::start::{Ready, Start};
 
 /// What a model makes of a text.
@@ -49,11 +47,7 @@ pub fn evaluate(plan: &Plan, start: Start, report: impl Fn(usize) + Send + Sync 
     };
     on_ranks(plan, start, &device.clone(), move |plan, Ready { model, holding, .. }, mesh| {
         let (world, sequence) = (mesh.world(), mesh.axis(Axis::Ulysses));
-        // Under FSDP whole weights are rounded as they are gathered.
-        let model = match holding {
-            Holding::Sharded(_) => model,
-            Holding::Whole(_) => precision::compute(&model, plan.precision.dtype()),
-        };
+        let model = computing(plan, &model, &holding);
         let targets = plan.corpus.targets();
         let all: Vec<usize> = (0..plan.corpus.sequences()).collect();
         let mut loss = 0.0;

@@ -7,6 +7,8 @@ use burn::tensor::{Device, Tensor, TensorData};
 use burn_context_parallel::Result as CoreResult;
 use burn_context_parallel::group::{LaunchConfig, Mesh, ProcessGroup, ReduceOp, launch};
 use burn_context_parallel::sequence::Batch;
+use burn_upipe::learner::training::Holding;
+use llama::{Llama, precision};
 
 use crate::deal::deal;
 use crate::error::Result;
@@ -51,6 +53,15 @@ pub(crate) fn on_ranks<T: Send + 'static>(
 pub(crate) fn micro_batches(plan: &Plan, sequences: &[usize], mesh: &Mesh) -> CoreResult<Vec<Batch>> {
     let dealt = deal(sequences, mesh.coordinates().data, plan.mesh.data, plan.batch);
     dealt.iter().map(|rows| plan.corpus.batch(rows)).collect()
+}
+
+/// The model that computes. Rounded anew for each step: what an update adds gathers in f32, however small it is. Under FSDP whole
+/// weights are rounded as they are gathered.
+pub(crate) fn computing(plan: &Plan, model: &Llama, holding: &Holding) -> Llama {
+    match holding {
+        Holding::Sharded(_) => model.clone(),
+        Holding::Whole(_) => precision::compute(model, plan.precision.dtype()),
+    }
 }
 
 /// The sum of a number over ranks, the same bits on each.

@@ -1,5 +1,6 @@
 //! Whether a run may go on from a checkpoint: what would change its result must be as it was.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
@@ -93,12 +94,25 @@ pub(crate) fn text(plan: &Plan) -> Value {
 /// Where a model's `config.json` is another one than it was.
 fn of_models(before: &Value, now: &Value) -> Vec<Difference> {
     let (Some(before), Some(now)) = (before.as_object(), now.as_object()) else { return Vec::new() };
-    let keys: std::collections::BTreeSet<&String> = before.keys().chain(now.keys()).collect();
-    let show = |value: Option<&Value>| value.map_or_else(|| "not given".to_owned(), ToString::to_string);
-    keys.into_iter()
-        .filter(|key| before.get(*key) != now.get(*key))
-        .map(|key| Difference { key: format!("model's {key}"), before: show(before.get(key)), now: show(now.get(key)) })
-        .collect()
+    let found = between(before, now).into_iter();
+    found.map(|difference| Difference { key: format!("model's {}", difference.key), ..difference }).collect()
+}
+
+/// What differs between two tables, by key.
+fn between<'a, V: PartialEq + ToString + 'a>(
+    before: impl IntoIterator<Item = (&'a String, &'a V)>,
+    now: impl IntoIterator<Item = (&'a String, &'a V)>,
+) -> Vec<Difference> {
+    let mut values: BTreeMap<&String, [Option<&V>; 2]> = BTreeMap::new();
+    for (key, value) in before {
+        values.entry(key).or_default()[0] = Some(value);
+    }
+    for (key, value) in now {
+        values.entry(key).or_default()[1] = Some(value);
+    }
+    let show = |value: Option<&V>| value.map_or_else(|| "not given".to_owned(), ToString::to_string);
+    let found = values.into_iter().filter(|(_, [before, now])| before != now);
+    found.map(|(key, [before, now])| Difference { key: key.clone(), before: show(before), now: show(now) }).collect()
 }
 
 fn differences(
@@ -112,17 +126,11 @@ fn differences(
         text.parse::<Table>().map_err(|error| format!("its configuration is no TOML: {}", error.message()))
     };
     let (before, now) = (table(before)?, table(now)?);
-    let mut keys: Vec<&String> = now.keys().chain(before.keys().filter(|key| !now.contains_key(*key))).collect();
-    keys.sort();
-    let show = |table: &Table, key: &str| table.get(key).map_or_else(|| "not given".to_owned(), ToString::to_string);
-    let mut found: Vec<Difference> = keys
-        .into_iter()
-        .filter(|key| !FREE.contains(&key.as_str()) && key.as_str() != TEXT)
+    let mut found = between(&before, &now);
+    found.retain(|Difference { key, .. }| {
         // The rate of a cosine is another one at each step if there are more of them.
-        .filter(|key| key.as_str() != STEPS || schedule == Schedule::Cosine)
-        .filter(|key| before.get(*key) != now.get(*key))
-        .map(|key| Difference { key: key.clone(), before: show(&before, key), now: show(&now, key) })
-        .collect();
+        !FREE.contains(&key.as_str()) && key != TEXT && (key != STEPS || schedule == Schedule::Cosine)
+    });
     // Other values give other tokens; then those tell.
     if data["text"] != *text && found.is_empty() {
         let show = |table: &Table, text: &Value| {

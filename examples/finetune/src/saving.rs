@@ -7,7 +7,7 @@ use burn_context_parallel::fsdp::ShardedOptimizer;
 use burn_context_parallel::group::Mesh;
 use burn_upipe::learner::checkpoint::{CheckpointError, Checkpoints, RunState};
 use burn_upipe::learner::stop::{Decision, SaveNow, Stop};
-use burn_upipe::learner::training::{Holding, optimizer_scalars, pieces};
+use burn_upipe::learner::training::{Holding, Parts, parts};
 use llama::Llama;
 use serde_json::json;
 
@@ -63,6 +63,7 @@ impl Saving {
         done: Done,
     ) -> Result<PathBuf, CheckpointError> {
         let order = &plan.order;
+        let Parts { pieces, scalars } = parts(model, optimizer, holding);
         let state = RunState {
             step: done.steps as u64,
             mesh: plan.mesh.to_string(),
@@ -78,9 +79,9 @@ impl Saving {
                 "model": plan.config.to_json(),
                 "weights_saved": done.weights,
             }),
-            optimizer: optimizer_scalars(model, optimizer),
+            optimizer: scalars,
             config: config::resolved(plan),
         };
-        self.checkpoints.save(mesh.world(), pieces(model, optimizer, holding), &state)
+        self.checkpoints.save(mesh.world(), pieces, &state)
     }
 }

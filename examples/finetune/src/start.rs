@@ -3,7 +3,7 @@
 use burn::module::Module;
 use burn::tensor::{DType, Device};
 use burn_context_parallel::Error as CoreError;
-use burn_context_parallel::fsdp::{Fsdp, FsdpConfig};
+use burn_context_parallel::fsdp::{Fsdp, FsdpConfig, whole_shapes};
 use burn_context_parallel::group::{Axis, Mesh};
 use burn_upipe::learner::checkpoint::Checkpoint;
 use burn_upipe::learner::training::Holding;
@@ -47,7 +47,7 @@ pub fn initial(plan: &Plan) -> Result<(Start, Option<LoadReport>)> {
             // All of it is read once before anything is written; ranks read it again.
             let (mut weights, report) = FolderWeights::open(folder, DType::F32, &device).map_err(Error::Model)?;
             let model = Llama::undrawn(&plan.config, &plan.parallel, &device).map_err(Error::Model)?;
-            for (path, shape) in model.shapes() {
+            for (path, shape) in whole_shapes(&model) {
                 let value = weights.read(&path, &shape).map_err(Error::Model)?;
                 if !value.iter::<f32>().all(f32::is_finite) {
                     return Err(infinite(folder, &llama::hf_name(&path)));

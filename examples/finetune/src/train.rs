@@ -8,19 +8,18 @@ use std::time::Instant;
 use burn::module::Module;
 use burn::optim::{AdamW, GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
-use burn_context_parallel::collective::sum_gradients;
-use burn_context_parallel::fsdp::{Fsdp, ShardedOptimizer, StatePlace};
+use burn_context_parallel::fsdp::{ShardedOptimizer, StatePlace};
 use burn_context_parallel::group::{Axis, Mesh};
 use burn_upipe::learner::checkpoint::CheckpointError;
 use burn_upipe::learner::stop::Decision;
 use burn_upipe::learner::training::{Holding, restore};
 use burn_upipe::profile::heap;
-use llama::{Llama, adamw_rule, clip_grad_norm, precision};
+use llama::{Llama, adamw_rule, precision};
 
 use crate::error::{Error, Result};
 use crate::metrics::StepMetrics;
 use crate::plan::Plan;
-use crate::ranks::{RankResult, micro_batches, number, on_ranks, sum};
+use crate::ranks::{RankResult, computing, micro_batches, number, on_ranks, sum};
 use crate::saving::{Done, Saving};
 use crate::start::{Ready, Start};
 use crate::weights::{agree, broken, save};
@@ -139,7 +138,7 @@ impl Rank<'_> {
             };
         }
         // With the number of steps behind them. A model is not copied by this: its tensors are shared until a step makes new ones.
-        let keeps = first || self.fsdp().is_some();
+        let keeps = first || matches!(self.holding, Holding::Sharded(_));
         let mut good = keeps.then(|| (done.steps, model.valid()));
         let mut last = (f64::NAN, f64::NAN);
         while done.steps < plan.steps {
@@ -150,7 +149,8 @@ impl Rank<'_> {
             let step = done.steps;
             let sequences = plan.order.step(step);
             let (value, grads) = self.gradients(&model, &sequences)?;
-            let (grads, grad_norm) = self.whole(grads, &model)?;
+            let grads = self.holding.sum(grads, &model)?;
+            let (grads, grad_norm) = self.holding.clip(grads, &model, plan.clip.unwrap_or(f64::INFINITY))?;
 
             // Loss and norm are the same bits on every rank, so all take the same way here.
             last = (value, grad_norm);
@@ -201,13 +201,6 @@ impl Rank<'_> {
         done.weights = weights.as_ref().is_some_and(Result::is_ok);
         let checkpoint = self.checkpoint(&model, &optimizer, done, &report)?;
         Ok(Trained { steps: done.steps, stopped: false, halt: None, weights, checkpoint: Some(checkpoint) })
-    }
-
-    fn fsdp(&self) -> Option<&Fsdp> {
-        match &self.holding {
-            Holding::Sharded(fsdp) => Some(fsdp),
-            Holding::Whole(_) => None,
-        }
     }
 
     /// Saves, and says so. An error is the world's end only if the world has failed.
@@ -261,32 +254,13 @@ impl Rank<'_> {
         Ok(Trained { steps: step - 1, stopped: false, halt, weights, checkpoint: None })
     }
 
-    /// A step's gradients, summed over ranks and clipped, and their norm.
-    fn whole(&self, grads: GradientsParams, model: &Llama) -> RankResult<(GradientsParams, f64)> {
-        let max_norm = self.plan.clip.unwrap_or(f64::INFINITY);
-        Ok(match self.fsdp() {
-            Some(fsdp) => fsdp.clip_grad_norm(fsdp.finish(grads, model)?, model, max_norm)?,
-            None => {
-                let world = self.mesh.world();
-                clip_grad_norm(sum_gradients(grads, model, world)?, model, max_norm, world)?
-            }
-        })
-    }
-
     /// The loss of a step, one mean over the targets of all its micro-batches and ranks, and this rank's part of its gradients.
     fn gradients(&self, model: &Llama, sequences: &[usize]) -> RankResult<(f64, GradientsParams)> {
         let Self { plan, mesh, device, .. } = self;
         let targets = plan.corpus.targets_of(sequences);
         let sequence = mesh.axis(Axis::Ulysses);
-        // Rounded anew each step: what an update adds gathers in f32, however small it is. Under FSDP whole weights are rounded as they
-        // are gathered.
-        let compute = match self.fsdp() {
-            Some(fsdp) => {
-                fsdp.begin(model);
-                model.clone()
-            }
-            None => precision::compute(model, plan.precision.dtype()),
-        };
+        self.holding.begin(model);
+        let compute = computing(plan, model, &self.holding);
         let mut accumulated = GradientsAccumulator::new();
         let mut value = 0.0;
         for batch in micro_batches(plan, sequences, mesh)? {

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use burn::tensor::{DType, TensorData};
 use burn_context_parallel::Result as CoreResult;
+use burn_context_parallel::fsdp::whole_shapes;
 use burn_context_parallel::group::ProcessGroup;
 use burn_upipe::learner::training::Holding;
 use llama::{FolderWriter, Llama, not_finite};
@@ -14,11 +15,9 @@ use crate::plan::{ModelSource, Plan};
 
 /// The first weight that is not finite, the same answer on every rank. Every rank calls it.
 pub(crate) fn broken(model: &Llama, holding: &Holding) -> CoreResult<Option<String>> {
-    let (world, looks) = match holding {
-        // The same everywhere: one rank looks.
-        Holding::Whole(world) => (world, world.rank() == 0),
-        Holding::Sharded(fsdp) => (fsdp.world(), true),
-    };
+    let world = holding.world();
+    // What is the same everywhere one rank looks at.
+    let looks = world.rank() == 0 || matches!(holding, Holding::Sharded(_));
     agree(looks.then(|| not_finite(model)).flatten(), world)
 }
 
@@ -46,7 +45,7 @@ pub(crate) fn save(model: &Llama, plan: &Plan, out: &Path, holding: &Holding) ->
         Holding::Whole(world) => (world.rank() == 0).then(|| model.save(&folder)),
         Holding::Sharded(fsdp) => {
             let first = fsdp.world().rank() == 0;
-            let shapes = fsdp.whole_shapes(model);
+            let shapes = whole_shapes(model);
             let mut writer = first.then(|| FolderWriter::create(&folder, model.config(), shapes));
             fsdp.each_whole(model, |path, value| {
                 // A full disk is this rank's error, not the world's: the others send on.

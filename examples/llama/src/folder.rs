@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, TensorData};
 use burn_store::{ModuleStore, SafetensorsStore, bridge};
 use serde_json::{Map, Value, json};
 
@@ -41,7 +41,6 @@ pub struct FolderWeights {
     /// Tensor -> file.
     tensors: BTreeMap<String, usize>,
     dtype: DType,
-    device: Device,
 }
 
 impl FolderWeights {
@@ -65,7 +64,7 @@ impl FolderWeights {
             let store = SafetensorsStore::from_file(&path);
             files.push((path, store));
         }
-        Ok((Self { named: found.named, files, tensors, dtype, device }, report))
+        Ok((Self { named: found.named, files, tensors, dtype }, report))
     }
 
     /// The parameter at `path`, which has this shape.
@@ -101,10 +100,7 @@ impl FolderWeights {
             return Err(self.wrong(format!("{name} is {found:?} where config.json says {expected:?}")));
         }
         let data = data.convert_dtype(self.dtype);
-        Ok(match is_transposed(&name) {
-            true => Tensor::<2>::from_data(data, (&self.device, self.dtype)).transpose().into_data(),
-            false => data,
-        })
+        Ok(if is_transposed(&name) { transposed(data) } else { data })
     }
 
     fn wrong(&self, error: String) -> LlamaError {
@@ -171,13 +167,8 @@ impl FolderWriter {
             let problem = format!("{path} is {:?} {:?}, not F32 {shape:?}", value.dtype(), value.shape().to_vec());
             return Err(fail(io::Error::new(io::ErrorKind::InvalidData, problem)));
         }
-        match (is_transposed(&hf_name(path)), &shape[..]) {
-            (true, &[rows, columns]) => {
-                let turned = transposed(value.as_bytes(), rows, columns);
-                self.file.write_all(&turned).map_err(fail)
-            }
-            _ => self.file.write_all(value.as_bytes()).map_err(fail),
-        }
+        let value = if is_transposed(&hf_name(path)) { transposed(value) } else { value };
+        self.file.write_all(value.as_bytes()).map_err(fail)
     }
 
     /// Gives both files their names, when they are on disk.
@@ -203,21 +194,24 @@ impl Drop for FolderWriter {
     }
 }
 
-/// Of a matrix of f32.
-fn transposed(bytes: &[u8], rows: usize, columns: usize) -> Vec<u8> {
-    const SIZE: usize = size_of::<f32>();
+/// A matrix turned; what is none stays.
+fn transposed(data: TensorData) -> TensorData {
+    let &[rows, columns] = &data.shape()[..] else { return data };
+    let (dtype, size, bytes) = (data.dtype(), data.dtype().size(), data.as_bytes());
     let mut turned = vec![0; bytes.len()];
     for row in 0..rows {
         for column in 0..columns {
-            let (from, to) = ((row * columns + column) * SIZE, (column * rows + row) * SIZE);
-            turned[to..to + SIZE].copy_from_slice(&bytes[from..from + SIZE]);
+            let (from, to) = ((row * columns + column) * size, (column * rows + row) * size);
+            turned[to..to + size].copy_from_slice(&bytes[from..from + size]);
         }
     }
-    turned
+    TensorData::from_bytes_vec(turned, [columns, rows], dtype)
 }
 
 #[cfg(test)]
 mod tests {
+    use burn_context_parallel::fsdp::whole_shapes;
+
     use super::*;
     use crate::{Llama, ParallelConfig};
 
@@ -230,7 +224,7 @@ mod tests {
         let device = Device::flex();
         Llama::init(&config, &ParallelConfig::all(), &device).unwrap().save(&whole).unwrap();
         let (mut weights, _) = FolderWeights::open(&whole, DType::F32, &device).unwrap();
-        let shapes = Llama::undrawn(&config, &ParallelConfig::none(), &device).unwrap().shapes();
+        let shapes = whole_shapes(&Llama::undrawn(&config, &ParallelConfig::none(), &device).unwrap());
         assert_eq!(shapes.len(), 21);
         let mut writer = FolderWriter::create(&parts, &config, shapes.clone()).unwrap();
         for (path, shape) in &shapes {
@@ -255,7 +249,7 @@ mod tests {
     fn a_folder_that_is_not_finished_is_none() {
         let folder = tempfile::tempdir().unwrap();
         let config = LlamaConfig::new(33, 16, 40, 1, 4, 2);
-        let shapes = Llama::undrawn(&config, &ParallelConfig::none(), &Device::flex()).unwrap().shapes();
+        let shapes = whole_shapes(&Llama::undrawn(&config, &ParallelConfig::none(), &Device::flex()).unwrap());
         let mut writer = FolderWriter::create(folder.path(), &config, shapes.clone()).unwrap();
         let error = writer.add(&shapes[0].0, TensorData::from([1.0f32])).unwrap_err();
         assert!(error.to_string().contains("embed_tokens.weight is F32 [1], not F32 [33, 16]"), "{error}");

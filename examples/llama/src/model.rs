@@ -2,9 +2,7 @@
 //!
 //! B batch, L local sequence, E model width, V vocabulary.
 
-use std::collections::HashSet;
-
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, RmsNorm};
 use burn::tensor::{Device, Int, Tensor};
 use burn_context_parallel::attention::{SequenceContext, scope};
@@ -71,34 +69,6 @@ impl Llama {
     /// As [`init`](Self::init).
     pub fn undrawn(config: &LlamaConfig, parallel: &ParallelConfig, device: &Device) -> Result<Self> {
         parallelize(Self::lazy(config, device)?, parallel)
-    }
-
-    /// The paths and shapes of all parameters, in the model's order; a tied one comes once. Draws nothing.
-    pub fn shapes(&self) -> Vec<(String, Vec<usize>)> {
-        #[derive(Default)]
-        struct Shapes {
-            path: Vec<String>,
-            seen: HashSet<ParamId>,
-            found: Vec<(String, Vec<usize>)>,
-        }
-        impl ModuleVisitor for Shapes {
-            fn enter_module(&mut self, name: &str, _: &str) {
-                self.path.push(name.to_owned());
-            }
-
-            fn exit_module(&mut self, _: &str, _: &str) {
-                self.path.pop();
-            }
-
-            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                if self.seen.insert(param.id) {
-                    self.found.push((self.path.join("."), param.lazy_shape().to_vec()));
-                }
-            }
-        }
-        let mut shapes = Shapes::default();
-        self.visit(&mut shapes);
-        shapes.found
     }
 
     pub(crate) fn lazy(config: &LlamaConfig, device: &Device) -> Result<Self> {

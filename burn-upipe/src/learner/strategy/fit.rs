@@ -13,8 +13,7 @@ use burn_context_parallel::Error;
 use burn_context_parallel::group::{LaunchError, launch};
 
 use super::rank::{Lead, Rank};
-use super::{ContextParallelStrategy, NAME, Place, feed};
-use crate::learner::{RankOutput, SequenceInput};
+use super::{ContextParallelStrategy, NAME, Place, SequenceModel, feed};
 
 type Processor<M> = SupervisedTrainingEventProcessor<M>;
 
@@ -62,14 +61,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<M> SupervisedLearningStrategy<M> for ContextParallelStrategy
-where
-    M: LearnerModel,
-    <M as TrainStep>::Input: SequenceInput,
-    <M as TrainStep>::Output: RankOutput,
-    <M as InferenceStep>::Input: SequenceInput,
-    <M as InferenceStep>::Output: RankOutput,
-{
+impl<M: SequenceModel> SupervisedLearningStrategy<M> for ContextParallelStrategy {
     fn fit(
         &self,
         components: TrainingComponents<M>,
@@ -119,14 +111,12 @@ where
 }
 
 impl ContextParallelStrategy {
-    fn launch<M>(&self, learner: Learner<M>, lead: Lead<M>, shared: &Arc<Shared<M>>) -> Result<(), LaunchError>
-    where
-        M: LearnerModel,
-        <M as TrainStep>::Input: SequenceInput,
-        <M as TrainStep>::Output: RankOutput,
-        <M as InferenceStep>::Input: SequenceInput,
-        <M as InferenceStep>::Output: RankOutput,
-    {
+    fn launch<M: SequenceModel>(
+        &self,
+        learner: Learner<M>,
+        lead: Lead<M>,
+        shared: &Arc<Shared<M>>,
+    ) -> Result<(), LaunchError> {
         let (train, train_inboxes) = feed::channels(self.launch.ranks);
         let (valid, valid_inboxes) = feed::channels(self.launch.ranks);
         let model = learner.model();

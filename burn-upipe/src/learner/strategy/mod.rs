@@ -61,7 +61,7 @@ const NAME: &str = "ContextParallelStrategy";
 /// A step: that of attention, one all-reduce of every gradient, and 8 bytes to each rank for the agreement;
 /// [`TokenOutput`](super::TokenOutput) adds 48.
 ///
-/// ```no_run
+/// ```
 /// use std::sync::Arc;
 ///
 /// use burn::data::dataloader::DataLoader;
@@ -186,14 +186,22 @@ impl ContextParallelStrategy {
     }
 }
 
-impl<M> From<ContextParallelStrategy> for TrainingStrategy<M>
-where
-    M: LearnerModel,
-    <M as TrainStep>::Input: SequenceInput,
-    <M as TrainStep>::Output: RankOutput,
-    <M as InferenceStep>::Input: SequenceInput,
-    <M as InferenceStep>::Output: RankOutput,
+/// A learner's model that trains on a mesh. Implemented by all that fit.
+pub trait SequenceModel:
+    LearnerModel
+    + TrainStep<Input: SequenceInput, Output: RankOutput>
+    + InferenceStep<Input: SequenceInput, Output: RankOutput>
 {
+}
+
+impl<M> SequenceModel for M where
+    M: LearnerModel
+        + TrainStep<Input: SequenceInput, Output: RankOutput>
+        + InferenceStep<Input: SequenceInput, Output: RankOutput>
+{
+}
+
+impl<M: SequenceModel> From<ContextParallelStrategy> for TrainingStrategy<M> {
     fn from(strategy: ContextParallelStrategy) -> Self {
         Self::Custom(Arc::new(strategy))
     }

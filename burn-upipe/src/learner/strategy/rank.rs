@@ -12,11 +12,12 @@ use burn::train::{
 use burn_context_parallel::Result;
 use burn_context_parallel::attention::scope;
 
-use super::ContextParallelStrategy;
 use super::feed::{Inbox, Next, Outboxes, Reader, take};
 use super::fit::Shared;
 use super::place::Place;
-use super::states::States;
+use super::states;
+use super::{ContextParallelStrategy, SequenceModel};
+use crate::learner::training::Holding;
 use crate::learner::{RankOutput, SequenceInput, StepReport};
 use crate::profile::heap;
 
@@ -37,7 +38,7 @@ type Leading<M> = (Lead<M>, Outboxes<TrainInput<M>>, Outboxes<ValidInput<M>>);
 pub(super) struct Rank<M: LearnerModel> {
     place: Place,
     learner: Learner<M>,
-    states: States,
+    holding: Holding,
     max_norm: Option<f64>,
     shared: Arc<Shared<M>>,
     inboxes: Inboxes<M>,
@@ -46,14 +47,7 @@ pub(super) struct Rank<M: LearnerModel> {
     _heap: heap::Owned,
 }
 
-impl<M> Rank<M>
-where
-    M: LearnerModel,
-    TrainInput<M>: SequenceInput,
-    <M as TrainStep>::Output: RankOutput,
-    ValidInput<M>: SequenceInput,
-    <M as InferenceStep>::Output: RankOutput,
-{
+impl<M: SequenceModel> Rank<M> {
     pub fn start(
         place: Place,
         mut learner: Learner<M>,
@@ -63,8 +57,8 @@ where
         lead: Option<Leading<M>>,
     ) -> Result<Self> {
         let _heap = heap::own(place.world().rank());
-        let states = States::prepare(&place, strategy.fsdp.as_ref(), &mut learner)?;
-        let rank = Self { place, learner, states, max_norm: strategy.max_norm, shared, inboxes, lead, _heap };
+        let holding = states::prepare(&place, strategy.fsdp.as_ref(), &mut learner)?;
+        let rank = Self { place, learner, holding, max_norm: strategy.max_norm, shared, inboxes, lead, _heap };
         rank.publish(rank.learner.model());
         Ok(rank)
     }
@@ -82,7 +76,7 @@ where
                 break;
             }
         }
-        let whole = self.states.whole(self.learner.model())?;
+        let whole = states::whole(&self.holding, self.learner.model())?;
         self.publish(whole);
         Ok(())
     }
@@ -131,12 +125,17 @@ where
         for item in items {
             let part = item.shard(&self.place, total)?;
             let context = part.context(&self.place)?;
-            self.states.begin(&model);
+            self.holding.begin(&model);
             let output = scope(Some(context), || TrainStep::step(&model, part));
             gradients.accumulate(&model, output.grads);
             outputs.push(output.item);
         }
-        let gradients = self.states.finish(gradients.grads(), &model, self.max_norm, &self.place)?;
+        let mut gradients = self.holding.sum(gradients.grads(), &model)?;
+        if let Some(max_norm) = self.max_norm {
+            let norm;
+            (gradients, norm) = self.holding.clip(gradients, &model, max_norm)?;
+            log::debug!("norm of gradients: {norm}");
+        }
         let elapsed = std::mem::replace(since, Instant::now()).elapsed();
         let output = RankOutput::over_ranks(outputs, &StepReport::new(&self.place, elapsed))?;
         drop(model);
