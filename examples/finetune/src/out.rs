@@ -124,9 +124,8 @@ impl Found {
                     (!known).then(|| path.clone())
                 }
             };
-            let only_locked = name == CHECKPOINTS && folder && fs::read_dir(&path)?.count() <= 1;
-            let of_a_birth = partial || (only_locked && foreign.is_none() && !has_steps(&path)?);
-            found.begun |= !of_a_birth;
+            let lock = name == CHECKPOINTS && folder && holds_only_a_lock(&path)?;
+            found.begun |= foreign.is_some() || !(partial || lock);
             if found.foreign.is_none() {
                 found.foreign = foreign.map(|path| path.strip_prefix(out).unwrap_or(&path).to_owned());
             }
@@ -156,13 +155,13 @@ fn stranger(folder: &Path, known: impl Fn(&str) -> bool, within: impl Fn(&str) -
     Ok(None)
 }
 
-fn has_steps(checkpoints: &Path) -> io::Result<bool> {
+fn holds_only_a_lock(checkpoints: &Path) -> io::Result<bool> {
     for entry in fs::read_dir(checkpoints)? {
-        if is_step(&entry?.file_name().to_string_lossy()) {
-            return Ok(true);
+        if entry?.file_name() != LOCK {
+            return Ok(false);
         }
     }
-    Ok(false)
+    Ok(true)
 }
 
 /// A checkpoint's folder, also one that is being written or removed.

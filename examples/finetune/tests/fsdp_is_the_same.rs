@@ -1,31 +1,25 @@
 //! Shards change who holds what, not what is computed: losses, saved weights and evaluations are those without --fsdp.
 
+mod common;
+
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::LazyLock;
 
 use burn::tensor::{DType, Device};
+use burn_context_parallel::fsdp::whole_shapes;
+use common::{UNEVEN, byte_model, data, documents};
 use finetune::{Args, Summary, Voice, run};
 use llama::{FolderWeights, Llama, LlamaConfig, ParallelConfig};
 use rstest::rstest;
 
 /// Models, made once (one of them with tied embeddings), and seven sequences of 16 bytes of unequal targets.
 static INPUT: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
-    let folder = tempfile::tempdir().unwrap();
-    for (name, tied) in [("model", false), ("tied", true)] {
-        let config =
-            LlamaConfig { initializer_range: 0.2, tie_word_embeddings: tied, ..LlamaConfig::new(257, 24, 40, 2, 4, 2) };
-        Llama::init(&config, &ParallelConfig::none(), &Device::flex())
-            .unwrap()
-            .save(&folder.path().join(name))
-            .unwrap();
-    }
-    let lengths = [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 4, 16, 9, 2, 1, 1, 3, 12, 20, 15, 5, 13];
-    let text = "the quick brown fox jumps over the lazy dog and runs away";
-    let lines =
-        lengths.iter().enumerate().map(|(at, length)| format!("{{\"text\": \"{}\"}}\n", &text[at..at + length]));
-    fs::write(folder.path().join("data.jsonl"), lines.collect::<String>()).unwrap();
+    let folder = data(documents(&UNEVEN));
+    let config = LlamaConfig::new(257, 24, 40, 2, 4, 2);
+    byte_model(&folder.path().join("model"), config.clone());
+    byte_model(&folder.path().join("tied"), LlamaConfig { tie_word_embeddings: true, ..config });
     folder
 });
 
@@ -51,7 +45,7 @@ fn difference(a: &Path, b: &Path) -> f32 {
     });
     let config = LlamaConfig::read(&a.1.join("config.json")).unwrap();
     assert_eq!(fs::read(a.1.join("config.json")).unwrap(), fs::read(b.1.join("config.json")).unwrap());
-    let shapes = Llama::undrawn(&config, &ParallelConfig::none(), &Device::flex()).unwrap().shapes();
+    let shapes = whole_shapes(&Llama::undrawn(&config, &ParallelConfig::none(), &Device::flex()).unwrap());
     let mut largest = 0.0f32;
     for (path, shape) in shapes {
         let [a, b] = [&mut a.0, &mut b.0].map(|folder| folder.read(&path, &shape).unwrap());

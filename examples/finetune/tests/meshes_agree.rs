@@ -1,36 +1,17 @@
 //! The data axis changes who computes what, not what is computed: losses are those of one rank, on any mesh.
 
-use std::fs;
+mod common;
+
 use std::sync::LazyLock;
 
-use burn::tensor::Device;
-use finetune::{Args, StepMetrics, Summary, Voice, run};
-use llama::{Llama, LlamaConfig, ParallelConfig};
+use common::{UNEVEN, bytes, documents, on_bytes};
+use finetune::{StepMetrics, Summary};
 use rstest::rstest;
 
-/// A model, made once, and seven sequences of 16 bytes whose documents give them from 3 to 15 targets.
-static INPUT: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
-    let folder = tempfile::tempdir().unwrap();
-    let config = LlamaConfig { initializer_range: 0.2, ..LlamaConfig::new(256, 24, 40, 2, 4, 2) };
-    Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap().save(&folder.path().join("model")).unwrap();
-    let lengths = [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 4, 16, 9, 2, 1, 1, 3, 12, 20, 15, 5, 13];
-    let text = "the quick brown fox jumps over the lazy dog and runs away";
-    let lines: String = lengths
-        .iter()
-        .enumerate()
-        .map(|(at, length)| format!("{{\"text\": \"{}\"}}\n", &text[at..at + length]))
-        .collect();
-    fs::write(folder.path().join("data.jsonl"), lines).unwrap();
-    folder
-});
+static INPUT: LazyLock<tempfile::TempDir> = LazyLock::new(|| bytes(documents(&UNEVEN)));
 
 fn finetune(args: &str) -> Summary {
-    let folder = tempfile::tempdir().unwrap();
-    let out = folder.path().join("out").display().to_string();
-    let [model, data] = ["model", "data.jsonl"].map(|name| INPUT.path().join(name).display().to_string());
-    let words = ["finetune", "--model", &model, "--tokens", "bytes", "--data", &data, "--out", &out, "--seq-len", "16"];
-    let args = Args::read(words.into_iter().chain(args.split_whitespace())).unwrap();
-    run(&args, &Voice::default()).unwrap()
+    on_bytes(INPUT.path(), args)
 }
 
 /// Seven sequences, five a step: steps of five and two in turn, so that four replicas lack sequences in every one of them.

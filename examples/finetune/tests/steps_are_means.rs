@@ -1,32 +1,19 @@
 //! A step is one mean over all its targets, however they are split into sequences, micro-batches and ranks.
 
-use std::fs;
+mod common;
+
 use std::sync::LazyLock;
 
-use burn::tensor::Device;
-use finetune::{Args, Summary, Voice, run};
-use llama::{Llama, LlamaConfig, ParallelConfig};
+use common::{bytes, on_bytes};
+use finetune::Summary;
 use rstest::rstest;
 
-/// A model, made once (weights drawn side by side would share their random numbers), and two sequences of 16 bytes: thirteen
-/// documents with 3 targets together, three with 13.
-static INPUT: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
-    let folder = tempfile::tempdir().unwrap();
-    let config = LlamaConfig { initializer_range: 0.2, ..LlamaConfig::new(256, 24, 40, 2, 4, 2) };
-    Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap().save(&folder.path().join("model")).unwrap();
-    let documents = "a b c d e f g h i j k l mnop qrstu vwxyz ABCDEF";
-    let lines: String = documents.split(' ').map(|text| format!("{{\"text\": \"{text}\"}}\n")).collect();
-    fs::write(folder.path().join("data.jsonl"), lines).unwrap();
-    folder
-});
+/// Two sequences of 16 bytes: thirteen documents with 3 targets together, three with 13.
+static INPUT: LazyLock<tempfile::TempDir> =
+    LazyLock::new(|| bytes("a b c d e f g h i j k l mnop qrstu vwxyz ABCDEF".split(' ')));
 
 fn finetune(args: &str) -> Summary {
-    let folder = tempfile::tempdir().unwrap();
-    let out = folder.path().join("out").display().to_string();
-    let [model, data] = ["model", "data.jsonl"].map(|name| INPUT.path().join(name).display().to_string());
-    let words = ["finetune", "--model", &model, "--tokens", "bytes", "--data", &data, "--out", &out, "--seq-len", "16"];
-    let args = Args::read(words.into_iter().chain(args.split_whitespace())).unwrap();
-    run(&args, &Voice::default()).unwrap()
+    on_bytes(INPUT.path(), args)
 }
 
 fn close(a: f64, b: f64, relative: f64) -> bool {
