@@ -5,40 +5,20 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::{GradientsAccumulator, GradientsParams, Optimizer, SgdConfig};
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::attention::ContextParallelDevice;
 use burn_context_parallel::fsdp::{Accumulation, Fsdp, FsdpConfig, ShardedOptimizer, StatePlace};
 use burn_context_parallel::group::{Axis, Mesh, MeshShape, ProcessGroup};
-use burn_context_parallel::sequence::{Batch, IGNORE_INDEX};
 use llama::{AttentionScheme, Llama, LlamaConfig, ParallelConfig, adamw_rule, clip_grad_norm};
 use rstest::rstest;
-use tests::{assert_close, filled, on_ranks, tensor};
+use tests::{Row, assert_close, batch, filled, number, on_ranks, row, tensor};
 
-const VOCABULARY: i64 = 23;
 const LEN: usize = 12;
 
-/// A row of which only the last `valid` targets count.
-fn row(seed: i64, valid: usize) -> (Vec<i64>, Vec<i64>) {
-    let tokens: Vec<i64> = (0..LEN as i64).map(|i| (i * i * 3 + seed * 7 + i) % VOCABULARY).collect();
-    let labels = tokens.iter().enumerate().map(|(i, id)| if i >= LEN - valid { *id } else { IGNORE_INDEX }).collect();
-    (tokens, labels)
-}
-
 /// The step's four rows, of 11, 1, 4 and no targets; another step, other tokens.
-fn rows(step: usize) -> Vec<(Vec<i64>, Vec<i64>)> {
+fn rows(step: usize) -> Vec<Row> {
     let valid = [11, 1, 4, 0];
-    (0..4).map(|i| row((step * 4 + i) as i64, valid[(i + step) % 4])).collect()
-}
-
-fn batch(rows: &[(Vec<i64>, Vec<i64>)]) -> Batch {
-    let labels = rows.iter().flat_map(|(_, labels)| labels.clone()).collect::<Vec<_>>();
-    let labels = Tensor::<2, Int>::from_data(TensorData::new(labels, [rows.len(), LEN]), &Device::flex());
-    let tokens: Vec<_> = rows.iter().map(|(tokens, _)| tokens.clone()).collect();
-    Batch::from_rows(&tokens).unwrap().with_labels(labels).unwrap()
-}
-
-fn targets(rows: &[(Vec<i64>, Vec<i64>)]) -> usize {
-    rows.iter().map(|row| batch(std::slice::from_ref(row)).valid()).sum()
+    (0..4).map(|i| row((step * 4 + i) as i64, LEN, valid[(i + step) % 4])).collect()
 }
 
 #[derive(Clone, Debug)]
@@ -82,10 +62,6 @@ struct Run {
     norms: Vec<f64>,
     gradients: Vec<(String, TensorData)>,
     parameters: Vec<(String, TensorData)>,
-}
-
-fn number(x: &Tensor<1>) -> f64 {
-    x.clone().inner().into_data().iter::<f64>().next().unwrap()
 }
 
 struct Values(Vec<(String, TensorData)>, Vec<String>);
@@ -156,7 +132,7 @@ fn sharded<O: Optimizer>(case: &Case, optimizer: O, steps: usize, lr: f64) -> Ru
         for step in 0..steps {
             fsdp.begin(&model);
             let all = rows(step);
-            let total = targets(&all);
+            let total = batch(&all).valid();
             let mine = &all[mesh.coordinates().data * 4 / shape.data..][..4 / shape.data];
             let (mut sums, mut value) = (GradientsAccumulator::new(), 0.0);
             for micro in mine.chunks(mine.len() / case.micro_batches) {

@@ -3,16 +3,14 @@
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, SgdConfig};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use burn_context_parallel::attention::ContextParallelDevice;
 use burn_context_parallel::collective::sum_gradients;
 use burn_context_parallel::group::{Axis, LaunchError, Mesh, MeshShape, ProcessGroup, launch};
-use burn_context_parallel::sequence::{Batch, IGNORE_INDEX};
 use llama::{AttentionScheme, Llama, LlamaConfig, ParallelConfig, named_gradients};
 use rstest::rstest;
-use tests::{assert_close, tensor};
+use tests::{Row, assert_close, batch, number, row, tensor};
 
-const VOCABULARY: i64 = 23;
 const LEN: usize = 16;
 
 fn parallel(tied: bool) -> ParallelConfig {
@@ -29,23 +27,9 @@ fn model(tied: bool) -> Llama {
     Llama::init(&config, &parallel(tied), &device).unwrap().fork(&device)
 }
 
-/// A row of which only the last `valid` targets count.
-fn row(seed: i64, valid: usize) -> (Vec<i64>, Vec<i64>) {
-    let tokens: Vec<i64> = (0..LEN as i64).map(|i| (i * i * 3 + seed * 7 + i) % VOCABULARY).collect();
-    let labels = tokens.iter().enumerate().map(|(i, id)| if i >= LEN - valid { *id } else { IGNORE_INDEX }).collect();
-    (tokens, labels)
-}
-
-fn batch(rows: &[(Vec<i64>, Vec<i64>)]) -> Batch {
-    let labels = rows.iter().flat_map(|(_, labels)| labels.clone()).collect::<Vec<_>>();
-    let labels = Tensor::<2, Int>::from_data(TensorData::new(labels, [rows.len(), LEN]), &Device::flex());
-    let tokens: Vec<_> = rows.iter().map(|(tokens, _)| tokens.clone()).collect();
-    Batch::from_rows(&tokens).unwrap().with_labels(labels).unwrap()
-}
-
 /// Rows with 15, 1, 4 and no targets: on two context ranks the second and third leave the first rank without any.
-fn rows() -> Vec<(Vec<i64>, Vec<i64>)> {
-    [15, 1, 4, 0].into_iter().enumerate().map(|(i, valid)| row(i as i64, valid)).collect()
+fn rows() -> Vec<Row> {
+    [15, 1, 4, 0].into_iter().enumerate().map(|(i, valid)| row(i as i64, LEN, valid)).collect()
 }
 
 /// Loss, valid targets, gradients and the parameters after one step of plain SGD.
@@ -70,11 +54,7 @@ fn finish(model: Llama, loss: f64, valid: usize, grads: GradientsParams) -> Step
     Step { loss, valid, gradients, after: values.0 }
 }
 
-fn number(x: &Tensor<1>) -> f64 {
-    x.clone().inner().into_data().iter::<f64>().next().unwrap()
-}
-
-fn one_device(model: &Llama, rows: &[(Vec<i64>, Vec<i64>)]) -> Step {
+fn one_device(model: &Llama, rows: &[Row]) -> Step {
     let group = ProcessGroup::single();
     let shard = Device::flex().autodiff().context_parallel(&group).shard(&batch(rows)).unwrap();
     let loss = model.loss(&shard, &group).unwrap();
@@ -144,7 +124,7 @@ fn over_data_and_context_ranks(
 /// Micro-batches of 3 and of 13 targets, and one of none.
 #[rstest]
 fn over_micro_batches(#[values((1, 1), (1, 2), (2, 2))] mesh: (usize, usize), #[values(true, false)] tied: bool) {
-    let micro = || [row(1, 3), row(2, 13), row(3, 0), row(4, 5)];
+    let micro = || [row(1, LEN, 3), row(2, LEN, 13), row(3, LEN, 0), row(4, LEN, 5)];
     let model = model(tied);
     let expected = one_device(&model, &micro());
     assert_eq!(expected.valid, 21);
@@ -177,9 +157,9 @@ fn a_total_below_the_targets_at_hand_is_an_error_and_none_at_all_is_zero() {
     let model = model(false);
     let group = ProcessGroup::single();
     let shard = |rows: &[_]| Device::flex().autodiff().context_parallel(&group).shard(&batch(rows)).unwrap();
-    let error = model.loss_over(&shard(&[row(1, 3)]), &group, 2).unwrap_err().to_string();
+    let error = model.loss_over(&shard(&[row(1, LEN, 3)]), &group, 2).unwrap_err().to_string();
     assert!(error.contains("a total of 2 targets, of which 3"), "{error}");
-    let loss = model.loss_over(&shard(&[row(1, 0)]), &group, 0).unwrap();
+    let loss = model.loss_over(&shard(&[row(1, LEN, 0)]), &group, 0).unwrap();
     assert_eq!((number(&loss.share), loss.valid), (0.0, 0));
     let grads = named_gradients(&model, &GradientsParams::from_grads(loss.share.backward(), &model));
     assert!(!grads.is_empty() && grads.values().all(|grad| grad.iter::<f32>().all(|value| value == 0.0)));

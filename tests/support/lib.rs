@@ -1,6 +1,7 @@
 //! What the property tests share: reproducible data, ranks, and comparisons that say what differed.
 
 mod modules;
+mod rows;
 
 use std::fmt::Display;
 
@@ -8,6 +9,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::group::{ProcessGroup, launch};
 
 pub use modules::{assert_gradients, filled, gradients, norm, summed};
+pub use rows::{Row, batch, number, row};
 
 /// Reproducible values in about -1..1, the same on every machine.
 pub fn values(seed: u64, shape: &[usize]) -> TensorData {
