@@ -196,11 +196,15 @@ fn train_into(
     stop: impl FnOnce() -> io::Result<Stop>,
 ) -> Result<Summary> {
     let out::Training { checkpoints, begin } = training;
-    let metrics = out.join("metrics.csv");
+    let [metrics, curve] = ["metrics.csv", "loss.svg"].map(|name| out.join(name));
     let (start, mut table, before) = match begin {
         Begin::Finished => {
             voice.line(&format!("{}: finished, all {} steps are behind it: nothing to do", out.display(), plan.steps));
             let (_, steps) = Table::read(&metrics, plan.steps);
+            // A run can die between its weights and its curve.
+            if !curve.exists() {
+                picture::loss_curve(&curve, &steps)?;
+            }
             return Ok(Summary { out: Some(out), steps, evaluation: None, end: End::Already });
         }
         Begin::First => {
@@ -253,7 +257,7 @@ fn train_into(
     drop(guard);
     let steps = std::mem::take(&mut *steps.lock().unwrap_or_else(PoisonError::into_inner));
     // Also of a run that failed: what was so far is worth a look then.
-    let drawn = picture::loss_curve(&out.join("loss.svg"), &steps);
+    let drawn = picture::loss_curve(&curve, &steps);
     let Trained { steps: done, stopped, halt, weights, checkpoint } = trained?;
 
     let folder = weights.transpose()?;

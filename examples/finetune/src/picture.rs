@@ -6,6 +6,7 @@ use plotters::prelude::*;
 
 use crate::error::{Error, Result};
 use crate::metrics::StepMetrics;
+use crate::out;
 
 /// Draws loss against step.
 ///
@@ -13,24 +14,26 @@ use crate::metrics::StepMetrics;
 ///
 /// [`Error::Write`].
 pub(crate) fn loss_curve(path: &Path, steps: &[StepMetrics]) -> Result<()> {
-    draw(path, steps)
-        .map_err(|error| Error::Write { path: path.to_owned(), source: std::io::Error::other(error.to_string()) })
+    if steps.is_empty() {
+        return Ok(());
+    }
+    let mut text = String::new();
+    draw(&mut text, steps)
+        .map_err(|error| Error::Write { path: path.to_owned(), source: std::io::Error::other(error.to_string()) })?;
+    out::write(path, &text)
 }
 
-fn draw(path: &Path, steps: &[StepMetrics]) -> std::result::Result<(), Box<dyn std::error::Error>> {
+fn draw(text: &mut String, steps: &[StepMetrics]) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let points: Vec<(f64, f64)> = steps.iter().map(|step| (step.step as f64, step.loss)).collect();
     let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
     for (_, loss) in &points {
         (low, high) = (low.min(*loss), high.max(*loss));
     }
-    if points.is_empty() {
-        return Ok(());
-    }
     // A flat curve has a height, too.
     let margin = (0.05 * (high - low)).max(0.01 * high.abs()).max(1e-3);
     let last = points.len().max(2) as f64;
 
-    let area = SVGBackend::new(path, (800, 450)).into_drawing_area();
+    let area = SVGBackend::with_string(text, (800, 450)).into_drawing_area();
     area.fill(&WHITE)?;
     let mut chart = ChartBuilder::on(&area)
         .margin(16)

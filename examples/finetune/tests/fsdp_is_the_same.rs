@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 
 use burn::tensor::{DType, Device};
 use burn_context_parallel::fsdp::whole_shapes;
-use common::{UNEVEN, byte_model, data, documents};
+use common::{UNEVEN, data, documents, drawn};
 use finetune::{Args, Summary, Voice, run};
 use llama::{FolderWeights, Llama, LlamaConfig, ParallelConfig};
 use rstest::rstest;
@@ -18,8 +18,8 @@ use rstest::rstest;
 static INPUT: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
     let folder = data(documents(&UNEVEN));
     let config = LlamaConfig::new(257, 24, 40, 2, 4, 2);
-    byte_model(&folder.path().join("model"), config.clone());
-    byte_model(&folder.path().join("tied"), LlamaConfig { tie_word_embeddings: true, ..config });
+    drawn(&config).save(&folder.path().join("model")).unwrap();
+    drawn(&LlamaConfig { tie_word_embeddings: true, ..config }).save(&folder.path().join("tied")).unwrap();
     folder
 });
 

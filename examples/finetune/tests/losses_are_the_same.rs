@@ -1,18 +1,17 @@
 //! Ranks, schemes, tiles and checkpoints change memory and time only: losses and gradient norms are those of one device.
 
+mod common;
+
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use burn::tensor::Device;
 use finetune::{Args, StepMetrics, Voice, run};
-use llama::{Llama, LlamaConfig, ParallelConfig};
 use rstest::rstest;
 
 /// A folder with a small model and a text, made once: all runs start from the same weights.
 static INPUT: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
     let folder = tempfile::tempdir().unwrap();
-    let config = LlamaConfig { initializer_range: 0.2, ..LlamaConfig::new(256, 24, 40, 2, 4, 2) };
-    Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap().save(&folder.path().join("model")).unwrap();
+    common::byte_model(&folder.path().join("model"));
     let text: String = (0..400).map(|i| format!("let x{i} = {};\n", i * i % 97)).collect();
     std::fs::write(folder.path().join("text.rs"), text).unwrap();
     folder

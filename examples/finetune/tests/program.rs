@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use burn::tensor::Device;
-use llama::{Llama, LlamaConfig, ParallelConfig, load};
+use llama::{LlamaConfig, ParallelConfig, load};
 
 fn finetune(folder: &Path, args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_finetune")).current_dir(folder).args(args.split_whitespace()).output().unwrap()
@@ -163,8 +163,7 @@ fn a_norm_that_is_not_a_number_keeps_the_weights_before() {
 
 /// Weights that are all numbers, and whose products are none.
 fn too_large(folder: &Path) {
-    let config = LlamaConfig::new(256, 8, 12, 2, 2, 1);
-    let mut weights = Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap();
+    let mut weights = common::drawn(&LlamaConfig::new(256, 8, 12, 2, 2, 1));
     weights.norm.inner.gamma = weights.norm.inner.gamma.map(|gamma| gamma * 1e38);
     let head = weights.lm_head.as_mut().unwrap();
     head.weight = head.weight.clone().map(|weight| weight * 1e10);
@@ -240,8 +239,7 @@ fn weights_that_fail_at_the_first_step_stay_as_they_are() {
 #[test]
 fn a_model_that_is_broken_already_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let mut model =
-        Llama::init(&LlamaConfig::new(256, 8, 12, 2, 2, 1), &ParallelConfig::none(), &Device::flex()).unwrap();
+    let mut model = common::drawn(&LlamaConfig::new(256, 8, 12, 2, 2, 1));
     model.norm.inner.gamma = model.norm.inner.gamma.map(|gamma| gamma * f32::NAN);
     model.save(&folder.path().join("model")).unwrap();
     let output = finetune(folder.path(), "--model model --tokens bytes --seq-len 64");

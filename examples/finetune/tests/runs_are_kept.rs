@@ -21,6 +21,11 @@ fn a_finished_run_stays_as_it_is() {
     assert!(text.contains("finished") && text.contains("nothing to do"), "{text}");
     assert!(contents(&out) == before);
 
+    // Killed after the weights and before the curve.
+    fs::remove_file(out.join("loss.svg")).unwrap();
+    said(finetune(&out, "--ranks 2 --steps 3 --resume"));
+    assert!(contents(&out) == before);
+
     // Killed after the last checkpoint and before the weights: it is not finished.
     let weights = weights(&out);
     fs::remove_dir_all(out.join("model")).unwrap();

@@ -5,10 +5,12 @@
 use std::fs;
 use std::path::Path;
 
-use burn::tensor::Device;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{DType, Device, Tensor};
 use finetune::{Args, Summary, Voice, run};
 use llama::{Llama, LlamaConfig, ParallelConfig};
 use serde_json::{Value, json};
+use tests::{tensor, values};
 
 /// Its words, with their ids in order.
 pub const WORDS: [&str; 16] =
@@ -19,8 +21,24 @@ pub const TEMPLATE: &str = "{% for m in messages %}<|{{ m.role }}|> {{ m.content
 
 /// Weights for so many token ids.
 pub fn weights(folder: &Path, vocabulary: usize) {
-    let config = LlamaConfig { initializer_range: 0.2, ..LlamaConfig::new(vocabulary, 8, 12, 2, 2, 1) };
-    Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap().save(folder).unwrap();
+    drawn(&LlamaConfig::new(vocabulary, 8, 12, 2, 2, 1)).save(folder).unwrap();
+}
+
+/// A model that is the same in each run of a test, whatever other threads draw.
+pub fn drawn(config: &LlamaConfig) -> Llama {
+    struct Draw(u64);
+    impl ModuleMapper for Draw {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            self.0 += 1;
+            let seed = self.0;
+            // Vectors are those of norms, and stay ones.
+            if D == 1 {
+                return param;
+            }
+            param.map(|x| tensor(&values(seed, &x.dims()), DType::F32, &x.device()).mul_scalar(0.35))
+        }
+    }
+    Llama::undrawn(config, &ParallelConfig::none(), &Device::flex()).unwrap().map(&mut Draw(0))
 }
 
 /// Everything but the weights.
@@ -71,17 +89,16 @@ pub fn data<'a>(documents: impl IntoIterator<Item = &'a str>) -> tempfile::TempD
     folder
 }
 
-/// A model of bytes in `model`, beside [`data`]. To be made once: weights drawn side by side would share their random numbers.
+/// A model of bytes in `model`, beside [`data`].
 pub fn bytes<'a>(documents: impl IntoIterator<Item = &'a str>) -> tempfile::TempDir {
     let folder = data(documents);
-    byte_model(&folder.path().join("model"), LlamaConfig::new(256, 24, 40, 2, 4, 2));
+    byte_model(&folder.path().join("model"));
     folder
 }
 
-/// Weights of this shape.
-pub fn byte_model(folder: &Path, config: LlamaConfig) {
-    let config = LlamaConfig { initializer_range: 0.2, ..config };
-    Llama::init(&config, &ParallelConfig::none(), &Device::flex()).unwrap().save(folder).unwrap();
+/// Weights that read bytes.
+pub fn byte_model(folder: &Path) {
+    drawn(&LlamaConfig::new(256, 24, 40, 2, 4, 2)).save(folder).unwrap();
 }
 
 /// A run over sequences of 16 bytes of what [`bytes`] made.
