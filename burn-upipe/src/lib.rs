@@ -105,6 +105,7 @@
 
 pub mod checkpoint;
 pub mod learner;
+pub mod plan;
 pub mod profile;
 mod recompute;
 pub mod tiling;

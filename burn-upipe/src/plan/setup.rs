@@ -1,0 +1,175 @@
+//! What is to run.
+
+use burn_context_parallel::group::MeshShape;
+
+use super::ModelShape;
+
+/// How attention runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attention {
+    /// On one rank.
+    Single,
+    /// All heads at once, exchanged.
+    Ulysses,
+    /// Heads in stages of so many query heads over all ranks; `None` for one a rank.
+    UPipe {
+        /// U.
+        per_stage: Option<usize>,
+    },
+}
+
+/// Where optimizer state is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StatePlace {
+    /// Beside the weights.
+    Device,
+    /// In host memory.
+    Host,
+}
+
+/// Where offloaded block inputs wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitingPlace {
+    /// Host memory.
+    Host,
+    /// A file.
+    Disk,
+}
+
+/// Offload of saved block inputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OffloadPlan {
+    /// Where to.
+    pub place: WaitingPlace,
+    /// How many are on their way at once, K.
+    pub in_flight: usize,
+    /// Every how many blocks: 1 for all.
+    pub every: usize,
+}
+
+/// What makes the step small.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Techniques {
+    /// How attention runs.
+    pub attention: Attention,
+    /// Blocks that are one checkpoint; `None` keeps every intermediate.
+    pub checkpoint: Option<usize>,
+    /// Tokens a tile of the feed-forward.
+    pub mlp_tile: Option<usize>,
+    /// Tokens a tile of the norms.
+    pub norm_tile: Option<usize>,
+    /// Tokens a tile of output layer and loss.
+    pub loss_tile: Option<usize>,
+    /// Where saved block inputs wait; `None` keeps them on the device.
+    pub offload: Option<OffloadPlan>,
+    /// Parameters, gradients and optimizer state in shards over all ranks.
+    pub fsdp: bool,
+    /// The next block's weights are gathered while one computes.
+    pub prefetch: bool,
+    /// Where the optimizer's state is.
+    pub optimizer: StatePlace,
+}
+
+/// How an implementation counts: what differs between a CPU that computes in f32 and published runs on GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Accounting {
+    /// Bytes of an element of weights as they are kept.
+    pub weight: usize,
+    /// Bytes of an element of gradients.
+    pub gradient: usize,
+    /// Bytes of optimizer state an element, master weights included.
+    pub optimizer: usize,
+    /// Bytes of an element that is computed with: 2, 4 or 8.
+    pub compute: usize,
+    /// Whether attention's backward pass casts half types to f32 as a whole (Flex) or in the kernel.
+    pub casts_whole: bool,
+    /// Threads of one rank, each with its scratch.
+    pub threads: usize,
+    /// Bytes that the allocator and the communicator need beside what is asked of them: a part of its own.
+    pub overhead: usize,
+    /// Whether ranks share memory: what one sends is what the other receives.
+    pub shared_memory: bool,
+}
+
+impl Accounting {
+    /// f32 on Flex ranks that are threads of one process.
+    pub fn flex(threads: usize) -> Self {
+        Self {
+            weight: 4,
+            gradient: 4,
+            optimizer: 8,
+            compute: 4,
+            casts_whole: true,
+            threads,
+            overhead: 0,
+            shared_memory: true,
+        }
+    }
+
+    /// bf16 compute on GPUs with f32 masters: 16 bytes a parameter in all.
+    pub fn gpu(overhead: usize) -> Self {
+        Self {
+            weight: 4,
+            gradient: 4,
+            optimizer: 8,
+            compute: 2,
+            casts_whole: false,
+            threads: 0,
+            overhead,
+            shared_memory: false,
+        }
+    }
+}
+
+/// One step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setup {
+    /// The model.
+    pub model: ModelShape,
+    /// Tokens of a sequence, S.
+    pub seq_len: usize,
+    /// Sequences a replica and micro-batch, B.
+    pub batch: usize,
+    /// Micro-batches a step.
+    pub accumulate: usize,
+    /// Ranks.
+    pub mesh: MeshShape,
+    /// What makes it small.
+    pub techniques: Techniques,
+    /// How to count.
+    pub accounting: Accounting,
+}
+
+/// What cannot be planned, and why.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// Numbers that do not fit each other.
+    #[error("{problem}: {remedy}")]
+    Invalid {
+        /// What does not fit, with its numbers.
+        problem: String,
+        /// What to change.
+        remedy: String,
+    },
+    /// Meaningful, and not built.
+    #[error("{what} is not built yet: {remedy}")]
+    NotBuilt {
+        /// What was asked for.
+        what: String,
+        /// What works in its place.
+        remedy: String,
+    },
+}
+
+impl Setup {
+    /// Tokens of the longest shard, L.
+    pub fn local(&self) -> usize {
+        self.seq_len.div_ceil(self.mesh.ulysses.max(1))
+    }
+
+    /// All ranks.
+    pub fn ranks(&self) -> usize {
+        self.mesh.data * self.mesh.ulysses * self.mesh.ring
+    }
+}
