@@ -4,6 +4,7 @@
 //! paper and keeps a ledger: what is allocated, what is freed, and what is alive where the step holds the most. Every amount is one of the
 //! `*_bytes` functions beside the code that allocates it.
 
+mod block;
 mod ledger;
 mod model;
 mod setup;
