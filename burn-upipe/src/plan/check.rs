@@ -105,7 +105,16 @@ impl Setup {
         let ranks = mesh.ranks().unwrap_or(0);
         mesh.check(ranks)?;
         if ranks > MAX_RANKS {
-            return Err(PlanError::invalid(format!("mesh: {mesh} needs {ranks} ranks"), format!("use at most {MAX_RANKS}")));
+            return Err(PlanError::invalid(
+                format!("mesh: {mesh} needs {ranks} ranks"),
+                format!("use at most {MAX_RANKS}"),
+            ));
+        }
+        if mesh.ulysses > self.seq_len {
+            return Err(PlanError::invalid(
+                format!("{} tokens on ulysses={} ranks", self.seq_len, mesh.ulysses),
+                format!("give every rank a token: use ulysses={} at most", self.seq_len),
+            ));
         }
         Ok(())
     }
@@ -127,11 +136,9 @@ impl Setup {
 
     fn check_techniques(&self) -> Result<(), PlanError> {
         let techniques = &self.techniques;
-        for (name, tile) in [
-            ("feed-forward", techniques.mlp_tile),
-            ("norm", techniques.norm_tile),
-            ("loss", techniques.loss_tile),
-        ] {
+        for (name, tile) in
+            [("feed-forward", techniques.mlp_tile), ("norm", techniques.norm_tile), ("loss", techniques.loss_tile)]
+        {
             if tile == Some(0) {
                 return Err(PlanError::invalid(format!("a {name} tile of 0 tokens"), "use at least 1, or no tiles"));
             }
@@ -170,11 +177,17 @@ impl Setup {
         let m = &self.model;
         let head_width = (wide(m.heads) + 2 * wide(m.kv_heads)).saturating_mul(wide(m.head_dim));
         let block = wide(m.width).saturating_mul(2 * head_width + 3 * wide(m.inner) + 2);
-        let parameters = block.saturating_mul(wide(m.layers)).saturating_add(2 * wide(m.vocab).saturating_mul(wide(m.width)));
+        let parameters =
+            block.saturating_mul(wide(m.layers)).saturating_add(2 * wide(m.vocab).saturating_mul(wide(m.width)));
         let tokens = wide(self.local()).saturating_mul(wide(self.batch)).saturating_mul(wide(self.accumulate));
-        let token = wide(m.layers).saturating_mul(16 * wide(m.width) + 8 * head_width + 8 * wide(m.inner)) + 4 * wide(m.vocab);
+        let token =
+            wide(m.layers).saturating_mul(16 * wide(m.width) + 8 * head_width + 8 * wide(m.inner)) + 4 * wide(m.vocab);
         let scores = wide(self.seq_len).saturating_mul(8 * wide(m.heads));
-        for bytes in [parameters.saturating_mul(64), tokens.saturating_mul(token).saturating_mul(8), tokens.saturating_mul(scores)] {
+        for bytes in [
+            parameters.saturating_mul(64),
+            tokens.saturating_mul(token).saturating_mul(8),
+            tokens.saturating_mul(scores),
+        ] {
             if bytes >= COUNTABLE {
                 return Err(PlanError::invalid(
                     format!(

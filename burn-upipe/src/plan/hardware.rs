@@ -112,14 +112,18 @@ pub const DEVICES: [&str; 10] = [
 /// # Ok::<(), burn_upipe::plan::PlanError>(())
 /// ```
 pub fn device(name: &str) -> Result<Hardware, PlanError> {
-    let plain = |name: &str| name.to_ascii_lowercase().replace(['-', '_', ' '], "").trim_end_matches("gb").trim_end_matches('g').to_owned();
+    let plain = |name: &str| {
+        name.to_ascii_lowercase().replace(['-', '_', ' '], "").trim_end_matches("gb").trim_end_matches('g').to_owned()
+    };
     let wanted = plain(name);
     // Sizes may be left out where there is one.
     let known = DEVICES
         .into_iter()
         .find(|known| plain(known) == wanted)
         .or_else(|| {
-            let mut alike = DEVICES.into_iter().filter(|known| known.split('-').collect::<String>().starts_with(&wanted) && wanted.len() > 3);
+            let mut alike = DEVICES
+                .into_iter()
+                .filter(|known| known.split('-').collect::<String>().starts_with(&wanted) && wanted.len() > 3);
             alike.next().filter(|_| alike.next().is_none())
         })
         .ok_or_else(|| {
@@ -141,7 +145,14 @@ pub fn device(name: &str) -> Result<Hardware, PlanError> {
     })
 }
 
-fn gpu(name: &str, memory: usize, host: f64, flops: f64, bandwidth: f64, [link, network, host_link]: [f64; 3]) -> Hardware {
+fn gpu(
+    name: &str,
+    memory: usize,
+    host: f64,
+    flops: f64,
+    bandwidth: f64,
+    [link, network, host_link]: [f64; 3],
+) -> Hardware {
     Hardware {
         name: name.to_owned(),
         kind: DeviceKind::Gpu,

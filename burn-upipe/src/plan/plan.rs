@@ -270,8 +270,20 @@ impl Setup {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} ({:.2} G parameters) on {} x {}, {}", self.model, self.parameters as f64 / 1e9, self.devices, self.device, self.mesh)?;
-        writeln!(f, "{} tokens, {} a rank, batch {} x accumulate {}", self.seq_len, self.local_len, self.batch, self.accumulate)?;
+        writeln!(
+            f,
+            "{} ({:.2} G parameters) on {} x {}, {}",
+            self.model,
+            self.parameters as f64 / 1e9,
+            self.devices,
+            self.device,
+            self.mesh
+        )?;
+        writeln!(
+            f,
+            "{} tokens, {} a rank, batch {} x accumulate {}",
+            self.seq_len, self.local_len, self.batch, self.accumulate
+        )?;
         let stages = self.heads_per_stage.map(|heads| format!("; {heads} heads a stage")).unwrap_or_default();
         writeln!(f, "{}{stages}\n", self.techniques)?;
 
@@ -280,7 +292,9 @@ impl fmt::Display for Plan {
             (true, Limit::None) => "nothing here ends a longer sequence".to_owned(),
             (true, limit) => format!("a longer sequence than {} would run into {limit}", Tokens(self.max_seq_len)),
             (false, limit) if self.max_seq_len == 0 => format!("{limit}: no sequence does"),
-            (false, limit) => format!("{limit}: the longest that does is {} ({})", Tokens(self.max_seq_len), self.max_seq_len),
+            (false, limit) => {
+                format!("{limit}: the longest that does is {} ({})", Tokens(self.max_seq_len), self.max_seq_len)
+            }
         };
         writeln!(f, "{verdict}: {because}\n")?;
 

@@ -138,12 +138,11 @@ impl Choices {
         };
         let places = move |mesh: MeshShape| attention(mesh).into_iter().map(move |attention| (mesh, attention));
         let all = self.mesh.iter().copied().flat_map(places);
-        all.flat_map(|(mesh, attention)| self.techniques(attention).map(move |techniques| (mesh, techniques))).filter_map(
-            |(mesh, techniques)| {
+        all.flat_map(|(mesh, attention)| self.techniques(attention).map(move |techniques| (mesh, techniques)))
+            .filter_map(|(mesh, techniques)| {
                 let setup = Setup { mesh, techniques, ..base.clone() };
                 setup.check().is_ok().then_some(setup)
-            },
-        )
+            })
     }
 
     fn techniques(&self, attention: Attention) -> impl Iterator<Item = Techniques> + '_ {
@@ -151,7 +150,8 @@ impl Choices {
         // The innermost varies fastest.
         let mut all = vec![base];
         fn each<T: Copy>(all: &mut Vec<Techniques>, values: &[T], set: impl Fn(Techniques, T) -> Techniques) {
-            *all = all.iter().flat_map(|base| values.iter().map(|value| set(*base, *value)).collect::<Vec<_>>()).collect();
+            *all =
+                all.iter().flat_map(|base| values.iter().map(|value| set(*base, *value)).collect::<Vec<_>>()).collect();
         }
         each(&mut all, &self.checkpoint, |base, checkpoint| Techniques { checkpoint, ..base });
         each(&mut all, &self.offload, |base, offload| Techniques { offload, ..base });

@@ -10,7 +10,7 @@ use super::{Flops, KindTraffic, Machines, PlanError, Setup, StatePlace, WaitingP
 /// grows with the first power of the sequence.
 pub const GPU_MATMUL: f64 = 0.40;
 /// What attention achieves of it: what grows with the sequence's square.
-pub const GPU_ATTENTION: f64 = 0.63;
+pub const GPU_ATTENTION: f64 = 0.65;
 /// Seconds that a collective takes beside its bytes.
 const LATENCY: f64 = 20e-6;
 /// Bytes a second of a host's own memory, for an optimizer that runs there, all cores together.

@@ -97,7 +97,11 @@ pub fn traffic(setup: &Setup, rank: usize) -> Result<Vec<KindTraffic>, PlanError
         });
     }
     if ranks > 1 {
-        if setup.techniques.fsdp { sharded(setup, rank, &mut parts) } else { whole(setup, rank, &mut parts) }
+        if setup.techniques.fsdp {
+            sharded(setup, rank, &mut parts)
+        } else {
+            whole(setup, rank, &mut parts)
+        }
         parts.push(KindTraffic {
             kind: TrafficKind::Loss,
             operation: Operation::AllReduce,
