@@ -40,7 +40,8 @@ type BackwardFn = Box<dyn FnOnce(AnyTensor) -> InputGradients + Send>;
 /// What [`custom_vjp`] differentiates with respect to.
 #[derive(Clone, Debug, Default)]
 pub struct Inputs {
-    parents: Vec<AnyTensor>,
+    /// `None` for a constant: holding it would keep it alive through the forward pass.
+    parents: Vec<Option<AnyTensor>>,
     leaves: Vec<AnyTensor>,
 }
 
@@ -52,7 +53,8 @@ impl Inputs {
 
     /// Adds a tensor from anywhere in a graph; at most [`MAX_INPUTS`] of them.
     pub fn input<const D: usize>(mut self, tensor: &Tensor<D>) -> Self {
-        self.parents.push(tensor.clone().into_dispatch());
+        let tensor = tensor.clone().into_dispatch();
+        self.parents.push(is_autodiff(&tensor).then_some(tensor));
         self
     }
 
@@ -170,7 +172,7 @@ pub fn custom_vjp<const D: usize>(
     output: Tensor<D>,
     backward: impl FnOnce(Tensor<D>) -> InputGradients + Send + 'static,
 ) -> Tensor<D> {
-    let Some(like) = inputs.parents.iter().chain(&inputs.leaves).find(|t| is_autodiff(t)).cloned() else {
+    let Some(like) = inputs.parents.iter().flatten().chain(&inputs.leaves).find(|t| is_autodiff(t)).cloned() else {
         return output;
     };
     let backward: BackwardFn = Box::new(move |dy| backward(Tensor::from_dispatch(dy)));
@@ -189,9 +191,7 @@ where
     let mut guards = Vec::new();
     let first_leaf = inputs.parents.len();
     for (index, tensor) in inputs.parents.into_iter().enumerate() {
-        if !is_autodiff(&tensor) {
-            continue; // a constant
-        }
+        let Some(tensor) = tensor else { continue };
         let tensor: FloatTensor<Autodiff<B, C>> = float::<Autodiff<B, C>>(tensor);
         if tensor.is_tracked() {
             step.parents.push(index);

@@ -56,7 +56,7 @@ where
         let module = unit.gather(module).or_raise();
         let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
         for (i, start, len) in starts(&tiles) {
-            joined.add(f(&module, tile(&x, dim, start, len), i), start, len);
+            joined.add(f(&module, tile(x.clone(), dim, start, len), i), start, len);
         }
         return joined.finish();
     }
@@ -68,7 +68,7 @@ where
     let mut witness = None;
     let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
     for (i, start, len) in starts(&tiles) {
-        let y = f(&module, tile(&x, dim, start, len), i);
+        let y = f(&module, tile(x.clone(), dim, start, len), i);
         if y.is_autodiff() {
             raise(captured(name));
         }
@@ -81,19 +81,22 @@ where
 
     custom_vjp(inputs, y, move |dy: Tensor<E>| {
         scope(context, || {
-            let mut total = Total::default();
+            let (mut total, mut whole_dy) = (Total::default(), Some(dy));
             let whole = tiles.iter().sum();
             let module = unit.gather(&shards).or_raise();
             for (i, start, len) in starts(&tiles) {
-                let x = tile(&x, dim, start, len).autodiff().require_grad();
+                let x = tile(x.clone(), dim, start, len).autodiff().require_grad();
                 let module = module.clone().train();
                 let y = f(&module, x.clone(), i);
                 if i == 0 {
                     witness.check(name, &y);
                 }
+                // The last tile takes it along: it is freed where it is used up, and not when all is done.
+                let last = start + len == whole;
+                let part = if last { whole_dy.take() } else { whole_dy.clone() }.expect("taken by the last tile");
                 let dy = match join {
-                    Join::Concat => tile(&dy, dim, start, len),
-                    Join::Sum => dy.clone(),
+                    Join::Concat => tile(part, dim, start, len),
+                    Join::Sum => part,
                 };
                 let mut gradients = pullback(y, dy);
                 total.add_input(x.grad_remove(&mut gradients), x.dims(), dim, start, whole);
@@ -119,8 +122,8 @@ fn starts(tiles: &[usize]) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
     })
 }
 
-fn tile<const D: usize>(x: &Tensor<D>, dim: usize, start: usize, len: usize) -> Tensor<D> {
-    if dim >= D || len == x.dims()[dim] { x.clone() } else { x.clone().narrow(dim, start, len) }
+fn tile<const D: usize>(x: Tensor<D>, dim: usize, start: usize, len: usize) -> Tensor<D> {
+    if dim >= D || len == x.dims()[dim] { x } else { x.narrow(dim, start, len) }
 }
 
 fn x_len<const D: usize>(x: &Tensor<D>, dim: usize) -> usize {

@@ -80,7 +80,12 @@ impl Placement {
 /// Bytes of the model states that a rank keeps: weights, gradients and `moments` numbers of optimizer state per element, of size
 /// `size` each, for parameters of `elements` each.
 pub fn state_bytes(elements: impl IntoIterator<Item = usize>, ranks: usize, size: usize, moments: usize) -> usize {
-    elements.into_iter().map(|elements| elements.div_ceil(ranks.max(1)) * size * (2 + moments)).sum()
+    (2 + moments) * shard_bytes(elements, ranks, size)
+}
+
+/// Bytes of a rank's shards of parameters of `elements` each, with `size` bytes an element: weights, gradients or moments.
+pub fn shard_bytes(elements: impl IntoIterator<Item = usize>, ranks: usize, size: usize) -> usize {
+    elements.into_iter().map(|elements| elements.div_ceil(ranks.max(1)) * size).sum()
 }
 
 /// Bytes that exist beside the shards while a block of `elements` runs forward: its weights in `compute` bytes an element, this

@@ -20,18 +20,9 @@ impl PlanError {
     }
 }
 
-/// What execution would say, said before it.
 impl From<Error> for PlanError {
     fn from(error: Error) -> Self {
-        match error {
-            Error::Invalid { operation, problem, remedy } => {
-                Self::Invalid { problem: format!("{operation}: {problem}"), remedy }
-            }
-            Error::Unsupported { operation, what, remedy } => {
-                Self::NotBuilt { what: format!("{operation}: {what}"), remedy }
-            }
-            other => Self::invalid(other.to_string(), "nothing was sent: this is an error of this crate"),
-        }
+        Self::Core(error)
     }
 }
 

@@ -81,6 +81,9 @@ const COMMUNICATORS: usize = GIB;
 /// and those between hosts.
 const NETWORK_COMMUNICATORS: usize = 2 * GIB;
 
+/// What an allocator loses of what changes in a step, in percent.
+const FRAGMENTATION: usize = 10;
+
 /// The devices that are known by name, and `this`.
 pub const DEVICES: [&str; 10] = [
     "h100-80g",
@@ -239,9 +242,9 @@ impl Machines {
             DeviceKind::Gpu => {
                 let within = if self.count > 1 { COMMUNICATORS } else { 0 };
                 let between = if self.count > self.hardware.per_host { NETWORK_COMMUNICATORS } else { 0 };
-                Accounting::gpu(RUNTIME + within + between)
+                Accounting::published(RUNTIME + within + between, FRAGMENTATION)
             }
-            DeviceKind::Unified => Accounting::gpu(RUNTIME),
+            DeviceKind::Unified => Accounting::published(RUNTIME, FRAGMENTATION),
             DeviceKind::Cpu => Accounting::flex((self.hardware.cores / self.count.max(1)).max(1)),
         }
     }

@@ -30,6 +30,7 @@
 //! - Times are estimates: they name what they take for granted, and are no better than that.
 //! - No ring.
 
+mod block;
 mod check;
 mod describe;
 mod flops;

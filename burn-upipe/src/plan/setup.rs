@@ -83,16 +83,23 @@ pub struct Accounting {
     pub compute: usize,
     /// Whether attention's backward pass casts half types to f32 as a whole (Flex) or in the kernel.
     pub casts_whole: bool,
+    /// Bytes of an element of attention's gradients as the kernel gives them.
+    pub kernel_gradient: usize,
+    /// Bytes of an element of what U-Pipe sums over its stages.
+    pub sums: usize,
+    /// Whether what an exchange has sent, and attention's output, stay until its backward pass is through: a transport that copies.
+    pub copying: bool,
     /// Threads of one rank, each with its scratch.
     pub threads: usize,
     /// Bytes that the allocator and the communicator need beside what is asked of them: a part of its own.
     pub overhead: usize,
-    /// Whether ranks share memory: what one sends is what the other receives.
-    pub shared_memory: bool,
+    /// What the allocator loses of what changes in a step, in percent: part of the overhead.
+    pub fragmentation: usize,
 }
 
 impl Accounting {
-    /// f32 on Flex ranks that are threads of one process.
+    /// f32 on Flex ranks that are threads of one process. The overhead is the matrix product's workspace: about one second-level cache, taken by
+    /// each rank's thread when a product first reads a view, and kept.
     pub fn flex(threads: usize) -> Self {
         Self {
             weight: 4,
@@ -100,23 +107,30 @@ impl Accounting {
             optimizer: 8,
             compute: 4,
             casts_whole: true,
+            kernel_gradient: 4,
+            sums: 4,
+            copying: false,
             threads,
-            overhead: 0,
-            shared_memory: true,
+            overhead: 2 << 20,
+            fragmentation: 0,
         }
     }
 
-    /// bf16 compute on GPUs with f32 masters: 16 bytes a parameter in all.
-    pub fn gpu(overhead: usize) -> Self {
+    /// bf16 compute on GPUs with f32 masters, 16 bytes a parameter in all, as published runs had it: kernels whose gradients are f32, sums
+    /// over stages in bf16, a transport that copies.
+    pub fn published(overhead: usize, fragmentation: usize) -> Self {
         Self {
             weight: 4,
             gradient: 4,
             optimizer: 8,
             compute: 2,
             casts_whole: false,
+            kernel_gradient: 4,
+            sums: 2,
+            copying: true,
             threads: 0,
             overhead,
-            shared_memory: false,
+            fragmentation,
         }
     }
 }
@@ -141,7 +155,7 @@ pub struct Setup {
 }
 
 /// What cannot be planned, and why.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// Numbers that do not fit each other.
@@ -152,6 +166,9 @@ pub enum PlanError {
         /// What to change.
         remedy: String,
     },
+    /// What the code itself refuses.
+    #[error(transparent)]
+    Core(burn_context_parallel::Error),
     /// Meaningful, and not built.
     #[error("{what} is not built yet: {remedy}")]
     NotBuilt {

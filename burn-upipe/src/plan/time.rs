@@ -131,7 +131,7 @@ pub(super) fn assumptions(machines: &Machines) -> Vec<String> {
     let percent = |fraction: f64| format!("{:.0} %", 100.0 * fraction);
     vec![
         format!(
-            "matrix products achieve {} and attention {} of {:.4} TFLOP/s{}",
+            "matrix products achieve {} and attention {} of {:.1} TFLOP/s{}",
             percent(hardware.matmul_fraction),
             percent(hardware.attention_fraction),
             hardware.flops / 1e12,

@@ -18,4 +18,4 @@ mod tokens;
 pub use cross_entropy::{
     LossShare, TiledLinearCrossEntropy, TokenLoss, cross_entropy_bytes, tiled_cross_entropy, tiled_cross_entropy_over,
 };
-pub use tokens::{TiledMlp, TiledNorm, tile_bytes, tiles};
+pub use tokens::{TiledMlp, TiledNorm, even_bytes, tile_bytes, tiles};

@@ -35,6 +35,12 @@ pub fn tile_bytes(batch: usize, local: usize, tile: usize, width: usize, size: u
     batch * longest * width * size
 }
 
+/// [`tile_bytes`] outside any scope, where all ranks have `local` tokens.
+pub fn even_bytes(batch: usize, local: usize, tile: usize, width: usize, size: usize) -> usize {
+    let count = local.div_ceil(tile.max(1)).clamp(1, local.max(1));
+    batch * local.div_ceil(count) * width * size
+}
+
 macro_rules! tiled {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*

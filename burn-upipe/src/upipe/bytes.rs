@@ -47,11 +47,29 @@ pub fn forward_bytes(schedule: &Schedule, batch: usize, seq: usize, dim: usize, 
 ///
 /// In half types q, k, v and d_out exist once more in f32, in which gradients are summed.
 pub fn backward_bytes(schedule: &Schedule, batch: usize, seq: usize, dim: usize, size: usize) -> usize {
+    backward_bytes_of(schedule, batch, seq, dim, size, size.max(4), size < 4)
+}
+
+/// [`backward_bytes`] with a kernel that gives gradients of `result` bytes an element, and reads what is gathered as it is, or
+/// `casts` it to f32 first.
+pub fn backward_bytes_of(
+    schedule: &Schedule,
+    batch: usize,
+    seq: usize,
+    dim: usize,
+    size: usize,
+    result: usize,
+    casts: bool,
+) -> usize {
     let (queries, held, _) = widest(schedule);
     let head = batch * seq * dim;
-    let exact = size.max(4);
     let gathered = (2 * queries + 2 * held) * head * size;
-    let copies = if size < 4 { (2 * queries + 2 * held) * head * exact } else { 0 };
-    let results = (queries + 2 * held) * head * exact;
+    let copies = if casts { (2 * queries + 2 * held) * head * 4 } else { 0 };
+    let results = (queries + 2 * held) * head * result;
     gathered + copies + results + saved_bytes(schedule, batch, seq)
+}
+
+/// Bytes of one stage's query heads on the rank that has the most of them, over the whole sequence.
+pub fn stage_bytes(schedule: &Schedule, batch: usize, seq: usize, dim: usize, size: usize) -> usize {
+    widest(schedule).0 * batch * seq * dim * size
 }

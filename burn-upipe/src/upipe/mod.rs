@@ -31,7 +31,7 @@ mod projection;
 mod schedule;
 mod source;
 
-pub use bytes::{backward_bytes, forward_bytes, saved_bytes};
+pub use bytes::{backward_bytes, backward_bytes_of, forward_bytes, saved_bytes, stage_bytes};
 pub use execute::{upipe, upipe_cross};
 pub use given::Given;
 pub use head_norm::HeadNorm;

@@ -34,14 +34,23 @@ fn json(line: &str) -> Value {
 #[case("--model llama-3-8b --seq-len 8G", "8589934592 tokens: use at most 4294967296")]
 #[case("--model llama-3-8b --seq-len 1M --mesh ring=2,ulysses=4", "ring=2 is not built yet: use ring=1 and ulysses=8")]
 #[case("--model llama-3-8b --seq-len 1M --mesh tensor=2", "no axis is called \"tensor\": give data=N,ulysses=M")]
-#[case("--model llama-3-8b --seq-len 1M --devices 4 --mesh data=2,ulysses=3", "data=2 x ulysses=3 needs 6 ranks, 4 were launched")]
+#[case(
+    "--model llama-3-8b --seq-len 1M --devices 4 --mesh data=2,ulysses=3",
+    "data=2 x ulysses=3 needs 6 ranks, 4 were launched"
+)]
 #[case("--model llama-3-8b --seq-len 1M --devices 0", "give a whole number from 1")]
 #[case("--model llama-3-8b --seq-len 1M --devices 5000", "5000 ranks")]
 #[case("--model llama-3-8b --seq-len 1M --attention ring", "possible values: single, ulysses, upipe")]
 #[case("--model llama-3-8b --seq-len 1M --heads-per-stage 33", "33 heads a stage of 32 query heads: use 1 to 32")]
 #[case("--model llama-3-8b --seq-len 1M --heads-per-stage 8 --attention ulysses", "--heads-per-stage without stages")]
-#[case("--model llama-3-8b --seq-len 1M --mesh ulysses=2 --attention single", "attention on a single rank where 2 share a sequence")]
-#[case("--model llama-3-8b --seq-len 1M --checkpoint off --offload host", "offload to the host of block inputs that no checkpoint keeps")]
+#[case(
+    "--model llama-3-8b --seq-len 1M --mesh ulysses=2 --attention single",
+    "attention on a single rank where 2 share a sequence"
+)]
+#[case(
+    "--model llama-3-8b --seq-len 1M --checkpoint off --offload host",
+    "offload to the host of block inputs that no checkpoint keeps"
+)]
 #[case("--model llama-3-8b --seq-len 1M --svg x.svg", "--svg without a ladder: ask for ladder, or leave out --svg")]
 #[case("--model llama-3-8b --seq-len 1M --memory lots", "give bytes: 80G")]
 #[case("--model llama-3-8b --seq-len 1M --hours-per-step 0", "give a number above 0")]
@@ -72,7 +81,8 @@ fn that_it_does_not_fit_is_an_answer() {
 #[case("plan")]
 #[case("--mode plan")]
 fn a_plan_is_one_object(#[case] mode: &str) {
-    let answer = json(&format!("{mode} {ON_8} --seq-len 1M --attention ulysses --mesh data=1,ulysses=8 --fsdp --offload host"));
+    let answer =
+        json(&format!("{mode} {ON_8} --seq-len 1M --attention ulysses --mesh data=1,ulysses=8 --fsdp --offload host"));
     assert_eq!(answer["mode"], "plan");
     assert_eq!(answer["fits"], true);
     assert_eq!(answer["seq_len"], 1 << 20);
@@ -120,7 +130,9 @@ fn what_fit_finds_can_be_typed() {
         assert_eq!(found[field], same[field], "{field}");
     }
     // What is typed is held.
-    let held = json(&format!("fit {ON_8} --seq-len 512K --attention upipe --heads-per-stage 16 --mesh ulysses=8 --mlp-tile 1000"));
+    let held = json(&format!(
+        "fit {ON_8} --seq-len 512K --attention upipe --heads-per-stage 16 --mesh ulysses=8 --mlp-tile 1000"
+    ));
     let arguments = held["arguments"].as_str().unwrap();
     for word in ["--attention upipe --heads-per-stage 16", "--mesh data=1,ulysses=8", "--mlp-tile 1000"] {
         assert!(arguments.contains(word), "{arguments}");
@@ -152,7 +164,8 @@ fn a_ladder_has_a_rung_a_technique_and_a_picture() {
 fn a_model_is_a_name_or_a_configuration() {
     let folder = tempfile::tempdir().unwrap();
     let write = |text: &str| fs::write(folder.path().join("config.json"), text).unwrap();
-    let fields = "\"vocab_size\": 151936, \"hidden_size\": 1024, \"intermediate_size\": 3072, \"num_hidden_layers\": 28,
+    let fields =
+        "\"vocab_size\": 151936, \"hidden_size\": 1024, \"intermediate_size\": 3072, \"num_hidden_layers\": 28,
         \"num_attention_heads\": 16, \"num_key_value_heads\": 8, \"tie_word_embeddings\": true";
     write(&format!("{{\"model_type\": \"qwen3\", {fields}}}"));
     let line = |model: &str| json(&format!("--model {model} --device a100-40g --seq-len 64K"));

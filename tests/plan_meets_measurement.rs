@@ -1,0 +1,205 @@
+//! What is planned is what is used: peaks of real steps, counted by the allocator, beside those of the plan.
+//!
+//! The counting allocator sees every thread, so this file is one test.
+
+// The table, for --nocapture.
+#![allow(clippy::print_stdout)]
+
+use burn::optim::{AdamWConfig, GradientsParams};
+use burn::tensor::Device;
+use burn_context_parallel::attention::ContextParallelDevice;
+use burn_context_parallel::collective::sum_gradients;
+use burn_context_parallel::fsdp::{Fsdp, FsdpConfig, ShardedOptimizer, StatePlace};
+use burn_context_parallel::group::{MeshShape, ProcessGroup};
+use burn_context_parallel::sequence::Batch;
+use burn_upipe::plan::{Accounting, Attention, ModelShape, Setup, StatePlace as Place, Techniques, memory};
+use burn_upipe::profile::heap::{self, CountingAllocator};
+use burn_upipe::upipe::AttentionScheme;
+use llama::{Llama, LlamaConfig, ParallelConfig};
+use tests::on_ranks;
+
+#[global_allocator]
+static HEAP: CountingAllocator = CountingAllocator;
+
+/// The phases that a step is measured in, and those of the plan that they are made of.
+const PHASES: [(&str, &[&str]); 3] = [
+    ("forward", &["embedding", "forward", "loss"]),
+    ("backward", &["loss backward", "backward", "embedding backward"]),
+    ("optimizer", &["gradient sum", "optimizer"]),
+];
+
+fn model(width: usize, inner: usize, layers: usize, heads: (usize, usize, usize), vocab: usize) -> ModelShape {
+    ModelShape {
+        name: "small".to_owned(),
+        vocab,
+        width,
+        inner,
+        layers,
+        heads: heads.0,
+        kv_heads: heads.1,
+        head_dim: heads.2,
+        tied: false,
+        qkv_bias: false,
+        qk_norm: false,
+    }
+}
+
+/// Peaks of a rank by measured phase.
+fn measure(setup: &Setup) -> Vec<[usize; 3]> {
+    let setup = setup.clone();
+    on_ranks(setup.ranks(), move |world: ProcessGroup| {
+        let (me, owner) = (world.rank(), heap::own(world.rank()));
+        let before = heap::in_use_by(me);
+        let Setup { model: shape, techniques, seq_len, batch, .. } = &setup;
+        let device = Device::flex().autodiff();
+        let config = LlamaConfig {
+            head_dim: shape.head_dim,
+            tie_word_embeddings: shape.tied,
+            ..LlamaConfig::new(shape.vocab, shape.width, shape.inner, shape.layers, shape.heads, shape.kv_heads)
+        };
+        let parallel = ParallelConfig {
+            attention: match techniques.attention {
+                Attention::Single => AttentionScheme::Single,
+                Attention::Ulysses => AttentionScheme::Ulysses,
+                Attention::UPipe { per_stage } => AttentionScheme::UPipe { heads_per_stage: per_stage },
+            },
+            checkpoint: techniques.checkpoint.is_some(),
+            mlp_tile: techniques.mlp_tile,
+            norm_tile: techniques.norm_tile,
+            loss_tile: techniques.loss_tile,
+        };
+        let fsdp = techniques.fsdp.then(|| Fsdp::over(&world, FsdpConfig::new().with_prefetch(techniques.prefetch)));
+        let fsdp = fsdp.transpose()?;
+        let mut model = match &fsdp {
+            Some(fsdp) => fsdp.shard(Llama::undrawn(&config, &parallel, &device).expect("a model"))?,
+            None => Llama::init(&config, &parallel, &device).expect("a model"),
+        };
+        let mut optimizer = ShardedOptimizer::new(AdamWConfig::new().build(), StatePlace::Device);
+        let ids = |row: usize| (0..*seq_len).map(|at| ((at * at + row) % shape.vocab) as i64).collect();
+        let rows: Vec<Vec<i64>> = (0..*batch).map(ids).collect();
+        let rows = Batch::from_rows(&rows)?;
+        let mut peaks = [0; 3];
+        let mark = || -> burn_context_parallel::Result<()> {
+            world.barrier()?;
+            if me == 0 {
+                heap::reset_peak();
+            }
+            world.barrier()
+        };
+        // The first step takes workspaces and makes the optimizer's state.
+        for _ in 0..2 {
+            mark()?;
+            let shard = device.context_parallel(&world).shard(&rows)?;
+            if let Some(fsdp) = &fsdp {
+                fsdp.begin(&model);
+            }
+            let loss = model.loss(&shard, &world).expect("a loss").mean;
+            world.barrier()?;
+            peaks[0] = heap::peak_by(me) - before;
+            mark()?;
+            let grads = loss.backward();
+            let grads = GradientsParams::from_grads(grads, &model);
+            world.barrier()?;
+            peaks[1] = heap::peak_by(me) - before;
+            mark()?;
+            let grads = match &fsdp {
+                Some(fsdp) => fsdp.finish(grads, &model)?,
+                None => sum_gradients(grads, &model, &world)?,
+            };
+            model = optimizer.step(1e-3, model, grads);
+            world.barrier()?;
+            peaks[2] = heap::peak_by(me) - before;
+        }
+        drop((model, optimizer));
+        world.barrier()?;
+        drop(owner);
+        Ok(peaks)
+    })
+}
+
+fn grid() -> Vec<(String, Setup)> {
+    let off = Techniques {
+        attention: Attention::Single,
+        checkpoint: None,
+        mlp_tile: None,
+        norm_tile: None,
+        loss_tile: None,
+        offload: None,
+        fsdp: false,
+        prefetch: false,
+        optimizer: Place::Device,
+    };
+    let on = Techniques { checkpoint: Some(1), mlp_tile: Some(128), norm_tile: Some(256), loss_tile: Some(64), ..off };
+    let upipe = |per_stage| Attention::UPipe { per_stage };
+    let mut cases = Vec::new();
+    let shapes = [
+        ("even", model(128, 352, 4, (8, 2, 16), 256)),
+        ("wide ff", model(128, 704, 4, (8, 8, 16), 256)),
+        ("wide heads", model(96, 128, 6, (8, 4, 32), 500)),
+        ("large vocabulary", model(64, 128, 3, (4, 2, 16), 4000)),
+    ];
+    for (shape_name, shape) in &shapes {
+        for (ranks, seq_len, batch) in [(1, 2048, 1), (1, 768, 2), (2, 3000, 1), (4, 4096, 1)] {
+            for (attention_name, attention) in [
+                ("single", Attention::Single),
+                ("ulysses", Attention::Ulysses),
+                ("upipe", upipe(None)),
+                ("upipe all", upipe(Some(shape.heads))),
+            ] {
+                if (attention == Attention::Single && ranks > 1) || (attention == Attention::Ulysses && ranks == 1) {
+                    continue;
+                }
+                for (name, techniques) in [
+                    ("nothing", off),
+                    ("checkpoint", Techniques { checkpoint: Some(1), ..off }),
+                    ("tiles", Techniques { checkpoint: None, ..on }),
+                    ("all", on),
+                    ("all, fsdp", Techniques { fsdp: true, ..on }),
+                ] {
+                    if techniques.fsdp && ranks == 1 {
+                        continue;
+                    }
+                    let setup = Setup {
+                        model: shape.clone(),
+                        seq_len,
+                        batch,
+                        accumulate: 1,
+                        mesh: MeshShape { ulysses: ranks, ..MeshShape::default() },
+                        techniques: Techniques { attention, ..techniques },
+                        accounting: Accounting::flex(2),
+                    };
+                    cases.push((
+                        format!("{shape_name}, P={ranks} S={seq_len} B={batch}, {attention_name}, {name}"),
+                        setup,
+                    ));
+                }
+            }
+        }
+    }
+    cases
+}
+
+#[test]
+fn plans_are_within_a_tenth_of_what_is_counted() {
+    let (_, peak) = heap::peak_of(|| std::hint::black_box(vec![1u8; 1 << 20]));
+    assert!(peak >= 1 << 20, "the counting allocator is not installed");
+    let mut errors = Vec::new();
+    for (name, setup) in grid() {
+        let planned = memory(&setup).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let measured = measure(&setup);
+        let mut line = format!("{name:60}");
+        for (at, (phase, parts)) in PHASES.iter().enumerate() {
+            let counted = measured.iter().map(|peaks| peaks[at]).max().unwrap_or(0);
+            let of = |phase: &&burn_upipe::plan::PhaseBytes| parts.contains(&phase.name);
+            let plan = planned.phases.iter().filter(of).map(|phase| phase.total()).max().unwrap_or(0);
+            let error = plan as f64 / counted as f64 - 1.0;
+            line += &format!(" {phase} {:.2}/{:.2} {:+.1}%", plan as f64 / 1e6, counted as f64 / 1e6, 100.0 * error);
+            errors.push((error, format!("{name}: {phase}")));
+        }
+        println!("{line}");
+    }
+    let worst = errors.iter().max_by(|a, b| a.0.abs().total_cmp(&b.0.abs())).expect("cases");
+    let mean = errors.iter().map(|(error, _)| error.abs()).sum::<f64>() / errors.len() as f64;
+    println!("{} peaks: mean {:.1} %, worst {:+.1} % ({})", errors.len(), 100.0 * mean, 100.0 * worst.0, worst.1);
+    assert!(worst.0.abs() <= 0.1, "{}: {:+.1} %", worst.1, 100.0 * worst.0);
+}
