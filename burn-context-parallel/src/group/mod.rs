@@ -50,7 +50,7 @@ pub use parcel::{Body, Parcel, Reading};
 pub use payload::Payload;
 pub use reduce::reduce;
 pub use traffic::{Count, Counters, Traffic};
-pub use transport::{DIRECT_BYTES, Transport};
+pub use transport::{DIRECT_BYTES, Transport, all_reduce_bytes};
 
 use crate::{Error, Result};
 

@@ -145,7 +145,7 @@ pub trait Transport: fmt::Debug + Send + Sync {
             let values = complete(exchange_counted(self, call, vec![Some(value); ranks])?)?;
             return Ok(label.onto(reduce(&values, op)?));
         }
-        let ends: Vec<_> = (1..=ranks).map(|i| (i as u128 * elements as u128 / ranks as u128) as usize).collect();
+        let ends: Vec<_> = (1..=ranks).map(|i| part_end(elements, ranks, i)).collect();
         let pieces = value.cut(&ends)?.into_iter().map(Some).collect();
         let pieces = complete(exchange_counted(self, call, pieces)?)?;
         let mine = Parcel::from_data(reduce(&pieces, op)?);
@@ -197,6 +197,26 @@ pub trait Transport: fmt::Debug + Send + Sync {
 
 /// Up to how many bytes the default all-reduce saves an exchange at the price of `P / 2` times the bytes.
 pub const DIRECT_BYTES: u64 = 32 * 1024;
+
+/// Bytes that `rank` sends in one default all-reduce of so many elements of so many bytes.
+///
+/// ```text
+/// (P - 1) n   up to DIRECT_BYTES,   n - m + (P - 1) m   above, where m = n / P is the rank's part of n
+/// ```
+pub fn all_reduce_bytes(elements: usize, size: usize, ranks: usize, rank: usize) -> usize {
+    let ranks = ranks.max(1);
+    let others = ranks - 1;
+    if (elements * size) as u64 <= DIRECT_BYTES {
+        return others * elements * size;
+    }
+    let mine = part_end(elements, ranks, rank + 1) - part_end(elements, ranks, rank);
+    (elements - mine + others * mine) * size
+}
+
+/// Where the first `parts` ranks' parts of a value end.
+fn part_end(elements: usize, ranks: usize, parts: usize) -> usize {
+    (parts as u128 * elements as u128 / ranks as u128) as usize
+}
 
 /// An exchange, and its bytes.
 pub(super) fn exchange_counted<T: Transport + ?Sized>(

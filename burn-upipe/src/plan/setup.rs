@@ -189,32 +189,6 @@ impl Setup {
         self.seq_len.div_ceil(self.mesh.ulysses.max(1))
     }
 
-    /// Whether it can run.
-    ///
-    /// # Errors
-    ///
-    /// [`PlanError`] with the numbers that do not fit each other.
-    pub fn check(&self) -> Result<(), PlanError> {
-        let invalid = |problem: String, remedy: &str| Err(PlanError::Invalid { problem, remedy: remedy.to_owned() });
-        if self.mesh.ring > 1 {
-            return Err(PlanError::NotBuilt {
-                what: format!("a ring of {}", self.mesh.ring),
-                remedy: "use ring=1, and ulysses=N for the ranks of one sequence".to_owned(),
-            });
-        }
-        if self.seq_len == 0 || self.batch == 0 || self.accumulate == 0 {
-            return invalid("a step of no tokens".to_owned(), "use at least one sequence of one token");
-        }
-        if self.mesh.data == 0 || self.mesh.ulysses == 0 || self.mesh.ring == 0 {
-            return invalid("an axis of no ranks".to_owned(), "use 1 for an axis that is not needed");
-        }
-        if self.mesh.ulysses > self.seq_len {
-            let problem = format!("ulysses={} for sequences of {} tokens", self.mesh.ulysses, self.seq_len);
-            return invalid(problem, "every rank of a sequence needs a token: use fewer ranks");
-        }
-        Ok(())
-    }
-
     /// All ranks.
     pub fn ranks(&self) -> usize {
         self.mesh.data * self.mesh.ulysses * self.mesh.ring

@@ -4,6 +4,7 @@
 
 mod family;
 mod file;
+mod shape;
 
 use std::path::Path;
 
