@@ -139,7 +139,7 @@ fn grid() -> Vec<(String, Setup)> {
         ("large vocabulary", model(64, 128, 3, (4, 2, 16), 4000)),
     ];
     for (shape_name, shape) in &shapes {
-        for (ranks, seq_len, batch) in [(1, 2048, 1), (1, 768, 2), (2, 3000, 1), (4, 4096, 1)] {
+        for (ranks, seq_len, batch) in [(1, 1536, 1), (1, 600, 2), (2, 2000, 1), (4, 3072, 1)] {
             for (attention_name, attention) in [
                 ("single", Attention::Single),
                 ("ulysses", Attention::Ulysses),

@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::corpus::Corpus;
 use crate::deal::rounds;
+use crate::memory;
 use crate::plan::{LR_MODEL, LR_SCRATCH, ModelSource, OutFolder, Plan, STEPS};
 use crate::values::{DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Tile};
 
@@ -105,6 +106,9 @@ impl fmt::Display for Plan {
                     None => "none".to_owned(),
                 },
             )?;
+        }
+        if !self.eval {
+            line("memory", memory::line(self))?;
         }
         line("peak", "heap bytes of this process: the sum over all its ranks".to_owned())?;
         line(

@@ -48,6 +48,7 @@ mod explain;
 mod files;
 mod guard;
 mod json;
+mod memory;
 mod metrics;
 mod order;
 mod out;
@@ -187,6 +188,15 @@ fn evaluate_into(plan: &Plan, start: Start, out: Option<PathBuf>, voice: &Voice)
     Ok(Summary { out, steps: Vec::new(), evaluation: Some(evaluation), end: End::Complete })
 }
 
+/// The bytes that the planner says a rank will hold at the peak of a step.
+///
+/// # Errors
+///
+/// As [`run`], and [`Error::Planner`] if the planner does not know such a step.
+pub fn planned_peak(args: &Args) -> Result<usize> {
+    Ok(memory::planned(&Plan::new(args)?)?.0)
+}
+
 fn train_into(
     plan: &Plan,
     start: Option<Start>,
@@ -258,7 +268,7 @@ fn train_into(
     let steps = std::mem::take(&mut *steps.lock().unwrap_or_else(PoisonError::into_inner));
     // Also of a run that failed: what was so far is worth a look then.
     let drawn = picture::loss_curve(&curve, &steps);
-    let Trained { steps: done, stopped, halt, weights, checkpoint } = trained?;
+    let Trained { steps: done, stopped, halt, weights, memory: counted, checkpoint } = trained?;
 
     let folder = weights.transpose()?;
     if let Some(halt) = halt {
@@ -266,6 +276,9 @@ fn train_into(
     }
     checkpoint.transpose().map_err(Error::NotSaved)?;
     drawn?;
+    if let Some(counted) = counted {
+        voice.line(&memory::beside(plan, counted));
+    }
     if stopped {
         voice.line(&format!("\nstopped after step {done} of {total}, as asked: --resume goes on"));
         return Ok(Summary { out: Some(out), steps, evaluation: None, end: End::Stopped(done) });

@@ -8,6 +8,7 @@ use burn_context_parallel::Result as CoreResult;
 use burn_context_parallel::group::{LaunchConfig, Mesh, ProcessGroup, ReduceOp, launch};
 use burn_context_parallel::sequence::Batch;
 use burn_upipe::learner::training::Holding;
+use burn_upipe::profile::heap;
 use llama::{Llama, precision};
 
 use crate::deal::deal;
@@ -41,6 +42,8 @@ pub(crate) fn on_ranks<T: Send + 'static>(
     let config = LaunchConfig::new(plan.ranks).with_timeout(TIMEOUT);
     let results = launch(config, move |world| {
         let (plan, copies, start, device) = &*shared;
+        // What this rank allocates is counted as its own.
+        let _owned = heap::own(world.rank());
         let mesh = Mesh::new(&world, plan.mesh)?;
         let copy = copies.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let ready = start.on_rank(plan, copy, &mesh, device)?;

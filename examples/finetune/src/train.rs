@@ -17,6 +17,7 @@ use burn_upipe::profile::heap;
 use llama::{Llama, adamw_rule, precision};
 
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::metrics::StepMetrics;
 use crate::plan::Plan;
 use crate::ranks::{RankResult, computing, micro_batches, number, on_ranks, sum};
@@ -82,6 +83,8 @@ pub struct Trained {
     /// Where the weights are, of a run that is over: those after the last step, or if training halted, the last ones whose loss and
     /// gradients were finite, or else the initial ones.
     pub weights: Option<Result<PathBuf>>,
+    /// The most bytes that one rank held in a step; `None` if nothing counts.
+    pub memory: Option<usize>,
     /// The last checkpoint, unless training halted.
     pub checkpoint: Option<std::result::Result<PathBuf, CheckpointError>>,
 }
@@ -141,6 +144,7 @@ impl Rank<'_> {
         let keeps = first || matches!(self.holding, Holding::Sharded(_));
         let mut good = keeps.then(|| (done.steps, model.valid()));
         let mut last = (f64::NAN, f64::NAN);
+        let mut memory = None;
         while done.steps < plan.steps {
             let started = Instant::now();
             if first {
@@ -167,6 +171,7 @@ impl Rank<'_> {
             done.tokens += tokens as u64;
             done.targets += plan.corpus.targets_of(&sequences) as u64;
             if first {
+                memory = memory.max(memory::counted(plan.ranks));
                 report(Event::Step(StepMetrics {
                     step: step + 1,
                     loss: value,
@@ -188,7 +193,8 @@ impl Rank<'_> {
             }
             let saved = self.checkpoint(&model, &optimizer, done, &report)?;
             if decision == Decision::SaveAndStop {
-                let stopped = Trained { steps: done.steps, stopped: true, halt: None, weights: None, checkpoint: None };
+                let stopped =
+                    Trained { steps: done.steps, stopped: true, halt: None, weights: None, memory, checkpoint: None };
                 return Ok(Trained { checkpoint: Some(saved), ..stopped });
             }
         }
@@ -200,7 +206,7 @@ impl Rank<'_> {
         let weights = save(&model.valid(), plan, &self.saving.out, &self.holding)?;
         done.weights = weights.as_ref().is_some_and(Result::is_ok);
         let checkpoint = self.checkpoint(&model, &optimizer, done, &report)?;
-        Ok(Trained { steps: done.steps, stopped: false, halt: None, weights, checkpoint: Some(checkpoint) })
+        Ok(Trained { steps: done.steps, stopped: false, halt: None, weights, memory, checkpoint: Some(checkpoint) })
     }
 
     /// Saves, and says so. An error is the world's end only if the world has failed.
@@ -251,7 +257,7 @@ impl Rank<'_> {
             None => None,
         };
         let halt = Some(Halt { step, loss, grad_norm, broken: name, kept });
-        Ok(Trained { steps: step - 1, stopped: false, halt, weights, checkpoint: None })
+        Ok(Trained { steps: step - 1, stopped: false, halt, weights, memory: None, checkpoint: None })
     }
 
     /// The loss of a step, one mean over the targets of all its micro-batches and ranks, and this rank's part of its gradients.
