@@ -19,6 +19,8 @@ use burn_context_parallel::fsdp::Unit;
 use burn_context_parallel::vjp::{AnyTensor, InputGradients, Inputs, custom_vjp, pullback};
 use burn_context_parallel::{Error, OrRaise, raise};
 
+use crate::offload::{Kept, Offload};
+
 /// How tiles' results become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Join {
@@ -36,10 +38,14 @@ const SAMPLES: usize = 128;
 /// `f` must be a function of its arguments and of tensors without autodiff. It runs twice, so that randomness in it would give
 /// gradients of another function than the one that was computed: what it gives the second time is compared with
 /// the first, and a difference is [raised](burn_context_parallel::raise).
+///
+/// `offload` keeps `x` until then, if there is one.
+#[allow(clippy::too_many_arguments)] // what varies between its few callers
 pub(crate) fn recompute<M, F, const D: usize, const E: usize>(
     name: &'static str,
     module: &M,
     x: Tensor<D>,
+    offload: Option<&Offload>,
     dim: usize,
     tiles: Vec<usize>,
     join: Join,
@@ -64,6 +70,8 @@ where
     let dtypes: Vec<DType> = leaves.iter().map(|leaf| leaf.tensor.dtype()).collect();
     let inputs = Inputs::new().input(&x).leaves(leaves.into_iter().map(|leaf| leaf.tensor));
     let (x, shards) = (x.inner(), module.valid());
+    // Copied while the module computes.
+    let kept = Kept::new(&x, offload).or_raise();
     let module = unit.gather(&shards).or_raise();
     let mut witness = None;
     let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
@@ -77,12 +85,14 @@ where
     }
     let y = joined.finish();
     let witness = witness.expect("there is at least one tile");
-    drop(module);
+    drop((module, x));
 
     custom_vjp(inputs, y, move |dy: Tensor<E>| {
         scope(context, || {
             let mut total = Total::default();
             let whole = tiles.iter().sum();
+            // Before the weights are waited for: what comes next may come meanwhile.
+            let x = kept.get().or_raise();
             let module = unit.gather(&shards).or_raise();
             for (i, start, len) in starts(&tiles) {
                 let x = tile(&x, dim, start, len).autodiff().require_grad();
@@ -100,7 +110,7 @@ where
                 total.add_parameters(&module, &mut gradients);
             }
             // Freed before gradients are copied for their way.
-            drop(module);
+            drop((module, x, kept));
             total.into_gradients(&dtypes, &unit)
         })
     })

@@ -79,6 +79,7 @@ macro_rules! tiled {
                     concat!(stringify!($name), "::forward"),
                     &self.inner,
                     x,
+                    None,
                     SEQUENCE,
                     cut,
                     Join::Concat,
