@@ -171,16 +171,14 @@ impl Offload {
                 self.0.send_off(id);
             }
             OffloadPolicy::Every(k) => {
-                if position.is_multiple_of(k) {
+                if position % k == 0 {
                     self.0.send_off(id);
                 }
             }
             OffloadPolicy::Budget(budget) => {
-                while let Some(oldest) = self.0.lock().beyond(budget) {
-                    if !self.0.send_off(oldest) {
-                        break;
-                    }
-                }
+                // The lock is free again before the loop's body takes it.
+                let oldest = || self.0.lock().beyond(budget);
+                while oldest().is_some_and(|oldest| self.0.send_off(oldest)) {}
             }
         }
         Ok(saved)
