@@ -9,11 +9,15 @@
 //!
 //! arXiv 1604.06174, 2205.05198.
 
+mod group;
+
 use burn::module::Module;
 use burn::tensor::Tensor;
 
 use crate::offload::Offload;
 use crate::recompute::{Join, recompute};
+
+pub use group::forward_group;
 
 /// A module whose intermediates are not kept: `forward` keeps its input only.
 ///

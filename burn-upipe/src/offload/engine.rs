@@ -61,6 +61,8 @@ struct State {
 }
 
 struct Entry {
+    /// A checkpoint's, and not somebody's who named it.
+    of_step: bool,
     bytes: usize,
     arrival: Arrival,
     at: Whereabouts,
@@ -146,6 +148,10 @@ impl Offload {
     /// The tensor's bytes, in host memory or on disk; on the device where neither has room, or the policy says so. While K tensors
     /// are in flight it waits.
     pub fn save<const D: usize>(&self, x: Tensor<D>) -> Result<Saved<D>, OffloadError> {
+        self.save_for(x, false)
+    }
+
+    pub(super) fn save_for<const D: usize>(&self, x: Tensor<D>, of_step: bool) -> Result<Saved<D>, OffloadError> {
         if x.is_autodiff() {
             return Err(OffloadError::Invalid {
                 problem: format!("a tensor of shape {:?} with autodiff", x.dims()),
@@ -161,7 +167,7 @@ impl Offload {
         }
         let (id, position) = (state.next, state.entries.len());
         state.next += 1;
-        state.entries.insert(id, Entry { bytes, arrival, at: Whereabouts::Device(x.into_dispatch()) });
+        state.entries.insert(id, Entry { of_step, bytes, arrival, at: Whereabouts::Device(x.into_dispatch()) });
         drop(state);
         // From here on it is taken off the list whatever happens.
         let saved = Saved::new(self.clone(), id);
@@ -202,6 +208,17 @@ impl Offload {
             in_flight_peak: state.peak,
             kept_on_device: state.kept,
         }
+    }
+
+    /// Gives up the step at hand: what checkpoints have saved is gone at once, and their backward passes are refused. What was
+    /// [saved](Self::save) by name stays.
+    ///
+    /// A block whose forward pass fails does it by itself. Call it where a forward pass ended otherwise without a backward pass, and
+    /// the program goes on: Burn frees a graph that was dropped in some later backward pass.
+    pub fn give_up(&self) {
+        let of_step = |(id, entry): (&u64, &Entry)| entry.of_step.then_some(*id);
+        let ids: Vec<u64> = self.0.lock().entries.iter().filter_map(of_step).collect();
+        ids.into_iter().for_each(|id| self.0.forget(id));
     }
 
     /// Returns host memory that no tensor uses to the system.
@@ -429,7 +446,7 @@ impl State {
 
     fn ask(&mut self, id: u64) -> Result<Asked, OffloadError> {
         let Some(entry) = self.entries.get_mut(&id) else {
-            return Err(OffloadError::copy("fetching a tensor", 0, "it is not on the list"));
+            return Err(OffloadError::GivenUp);
         };
         let (asked, here) = match &mut entry.at {
             Whereabouts::Device(tensor) => (Asked::Here(tensor.clone()), None),

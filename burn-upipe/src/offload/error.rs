@@ -39,6 +39,9 @@ pub enum OffloadError {
         /// What to change.
         remedy: &'static str,
     },
+    /// A backward pass of a step that was [given up](super::Offload::give_up).
+    #[error("offload: the tensor was given up with its step: run the step again, forward first")]
+    GivenUp,
     /// A copy between device and slot did not come to its end.
     #[error("offload: {action}, {bytes} bytes: {problem}: the tensor is lost, run the step again")]
     Copy {

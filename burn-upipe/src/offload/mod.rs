@@ -48,7 +48,7 @@ pub use engine::Offload;
 pub use error::{DiskAction, OffloadError};
 pub use module::Offloaded;
 pub use queue::{Arrival, CopyQueue, CopyThread, Departure};
-pub(crate) use saved::Kept;
+pub(crate) use saved::{Kept, OrGiveUp};
 pub use saved::Saved;
 pub use slot::Slot;
 pub use stats::OffloadStats;

@@ -65,7 +65,7 @@ impl<M: Module + 'static> Offloaded<Checkpointed<M>> {
     /// # Panics
     ///
     /// As [`Checkpointed::forward`], and [raises](burn_context_parallel::raise) an [`OffloadError`](super::OffloadError), in forward or
-    /// in backward. An engine beside a checkpoint that is switched off is refused: nothing of it could leave.
+    /// in backward. A forward pass that fails [gives up](Offload::give_up) what blocks have saved with this engine. An engine beside a checkpoint that is switched off is refused: nothing of it could leave.
     ///
     /// # Memory
     ///

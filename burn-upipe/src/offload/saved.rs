@@ -56,7 +56,7 @@ impl<const D: usize> Kept<D> {
     pub fn new(x: &Tensor<D>, offload: Option<&Offload>) -> Result<Self, OffloadError> {
         Ok(match offload {
             None => Self::Here(x.clone()),
-            Some(offload) => Self::Saved(offload.save(x.clone())?),
+            Some(offload) => Self::Saved(offload.save_for(x.clone(), true)?),
         })
     }
 
@@ -65,6 +65,17 @@ impl<const D: usize> Kept<D> {
         match self {
             Self::Here(x) => Ok(x.clone()),
             Self::Saved(saved) => saved.get(),
+        }
+    }
+}
+
+/// Gives the step up if what it guards does not come to its end: the graph that is left behind is freed who knows when.
+pub(crate) struct OrGiveUp<'a>(pub Option<&'a Offload>);
+
+impl Drop for OrGiveUp<'_> {
+    fn drop(&mut self) {
+        if let Some(offload) = self.0.filter(|_| std::thread::panicking()) {
+            offload.give_up();
         }
     }
 }

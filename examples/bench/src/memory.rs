@@ -80,6 +80,7 @@ impl Side {
                 _ => AttentionScheme::Single,
             },
             checkpoint: tiles || self == Self::Checkpoint,
+            blocks_per_checkpoint: 1,
             mlp_tile: tiles.then_some(256),
             norm_tile: tiles.then_some(256),
             loss_tile: tiles.then_some(256),
