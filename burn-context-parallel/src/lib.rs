@@ -104,4 +104,4 @@ pub mod group;
 pub mod sequence;
 pub mod vjp;
 
-pub use error::{Error, OrRaise, Result, catch, raise};
+pub use error::{Error, Foreign, OrRaise, Result, catch, raise};

@@ -165,7 +165,21 @@ pub fn own(rank: usize) -> Owned {
     Owned(OWNER.replace((rank + 1).min(OWNERS - 1)))
 }
 
-/// Ends [`own`].
+/// Whom a thread allocates for, to be handed to threads that work for it: [`inherit`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owner(usize);
+
+/// Whom this thread allocates for.
+pub fn owner() -> Owner {
+    Owner(OWNER.get())
+}
+
+/// Counts what this thread allocates from now on for `owner`, until the guard is dropped.
+pub fn inherit(owner: Owner) -> Owned {
+    Owned(OWNER.replace(owner.0))
+}
+
+/// Ends [`own`] and [`inherit`].
 #[derive(Debug)]
 #[must_use = "counting for the rank ends when this is dropped"]
 pub struct Owned(usize);

@@ -85,6 +85,7 @@ macro_rules! tiled {
                     concat!(stringify!($name), "::forward"),
                     &self.inner,
                     x,
+                    None,
                     SEQUENCE,
                     cut,
                     Join::Concat,

@@ -50,6 +50,7 @@ mod guard;
 mod json;
 mod memory;
 mod metrics;
+mod offload;
 mod order;
 mod out;
 mod picture;
@@ -83,6 +84,7 @@ pub use eval::{Evaluation, evaluate};
 pub use files::TextError;
 pub use guard::quiet_guarded_panics;
 pub use metrics::{StepMetrics, Table};
+pub use offload::{OffloadPlan, OffloadTo};
 pub use order::Order;
 pub use plan::{ModelSource, OutFolder, Plan};
 pub use progress::Voice;
@@ -92,7 +94,7 @@ pub use schedule::LearningRate;
 pub use start::{Start, initial};
 pub use tokens::{FolderTokenizer, Tokens};
 pub use train::{Event, Halt, Trained, train};
-pub use values::{Clip, DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom};
+pub use values::{Bytes, Clip, DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom};
 
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

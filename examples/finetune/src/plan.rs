@@ -16,6 +16,7 @@ use crate::corpus::Corpus;
 use crate::documents::Documents;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::offload::OffloadPlan;
 use crate::order::Order;
 use crate::out;
 use crate::schedule::LearningRate;
@@ -86,6 +87,8 @@ pub struct Plan {
     pub schedule: Option<StageSchedule>,
     /// The techniques in use.
     pub parallel: ParallelConfig,
+    /// Where block inputs wait, if not on the device.
+    pub offload: Option<OffloadPlan>,
     /// Optimizer steps.
     pub steps: usize,
     /// Learning rate of each step.
@@ -133,6 +136,7 @@ impl Plan {
             None if args.eval => OutFolder::Nowhere,
             None => OutFolder::NewUnder("runs".into()),
         };
+        let offload = OffloadPlan::new(args)?;
         let (model, mut config) = model(args)?;
         let schedule = schedule(args, &config, mesh.ulysses)?;
         let tokens = tokens(args, &config)?;
@@ -158,6 +162,7 @@ impl Plan {
                 Scheme::Upipe => AttentionScheme::UPipe { heads_per_stage: args.heads_per_stage },
             },
             checkpoint: args.checkpoint == Switch::On,
+            blocks_per_checkpoint: blocks_per_checkpoint(args, &config)?,
             mlp_tile: tile(args.mlp_tile, local, largest.mlp_tile),
             norm_tile: tile(args.norm_tile, local, largest.norm_tile),
             loss_tile: tile(args.loss_tile, local, largest.loss_tile),
@@ -181,6 +186,7 @@ impl Plan {
             layout,
             schedule,
             parallel,
+            offload,
             steps,
             rate,
             weight_decay: args.weight_decay,
@@ -359,6 +365,21 @@ fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<St
     }
 }
 
+fn blocks_per_checkpoint(args: &Args, config: &LlamaConfig) -> Result<usize> {
+    let (blocks, layers) = (args.blocks_per_checkpoint, config.num_hidden_layers);
+    if blocks > 1 && args.checkpoint == Switch::Off {
+        let asked = format!("--blocks-per-checkpoint {blocks} with --checkpoint off");
+        return Err(Error::input(asked, "leave one of them out"));
+    }
+    if blocks > layers {
+        return Err(Error::input(
+            format!("--blocks-per-checkpoint {blocks} of {layers} blocks"),
+            format!("use 1 to {layers}"),
+        ));
+    }
+    Ok(blocks)
+}
+
 /// `largest` suits long sequences; a shorter shard is still cut in four, so that the tiles are at work.
 fn tile(asked: Tile, local: usize, largest: Option<usize>) -> Option<usize> {
     match asked {
@@ -392,6 +413,7 @@ mod tests {
             ParallelConfig {
                 attention: AttentionScheme::UPipe { heads_per_stage: None },
                 checkpoint: true,
+                blocks_per_checkpoint: 1,
                 mlp_tile: Some(256),
                 norm_tile: Some(256),
                 loss_tile: Some(256),
@@ -456,6 +478,24 @@ mod tests {
     #[case("--save-every 7 --keep 3", "checkpoints  every 7 steps, at the end and on request; the newest 3 stay")]
     #[case("--seq-len 64 --mesh data=2 --batch 2 --eval", "loss over all sequences, 4 at a time")]
     #[case("--seq-len 64 --sequences 3 --batch 2 --eval", "loss over all sequences, 2 at a time")]
+    #[case("", "checkpoint   on: a block keeps its input only, and runs again")]
+    #[case("--blocks-per-checkpoint 3", "checkpoint   on: 3 blocks keep the first one's input only, and run again")]
+    #[case("", "offload      none: block inputs stay on the device (no --offload)")]
+    #[case("--offload host", "all block inputs wait in host memory, at most what is left when training starts; what")]
+    #[case(
+        "--offload host --offload-host-budget 1GiB --offload-every 2 --offload-in-flight 3",
+        "the first of every 2 block inputs waits in host memory, at most 1 GiB over all ranks; what does not fit stays on the \
+         device; at most 3 in flight on each rank"
+    )]
+    #[case(
+        "--offload host --offload-host-budget 0 --offload-dir . --offload-disk-budget 4096",
+        "at most 0 bytes over all ranks; what does not fit in a file in ., at most 4 KiB over all ranks; at most 2 in"
+    )]
+    #[case(
+        "--offload disk --offload-budget 1000",
+        "block inputs beyond 1000 bytes on the device, over all ranks, wait in a file in the output folder; at most 2"
+    )]
+    #[case("--offload host", "peak         heap bytes of this process: the sum over all its ranks; without what offload has")]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]
     fn derived_values_are_shown_with_their_reason(#[case] args: &str, #[case] expected: &str) {
         let text = plan(args).unwrap().to_string();

@@ -128,6 +128,11 @@ impl Rank<'_> {
         let Self { plan, mesh, .. } = *self;
         let first = mesh.world().rank() == 0;
         let mut model = ready.model;
+        // On the rank's own thread: what it allocates is the rank's.
+        if let Some(offload) = &plan.offload {
+            let engine = offload.engine(plan.ranks, &self.saving.out).map_err(burn_context_parallel::Error::from)?;
+            model = model.offload(&engine);
+        }
         let mut optimizer = ShardedOptimizer::new(adamw_rule(plan.weight_decay as f32), StatePlace::Device);
         let mut done = Done::default();
         if let Some(checkpoint) = &ready.checkpoint {
