@@ -125,6 +125,10 @@ impl fmt::Display for Plan {
         if !self.eval {
             line("checkpoints", self.checkpoints())?;
         }
+        if let Some(profile) = &self.profile {
+            let (steps, folder) = (&profile.steps, profile.folder.display());
+            line("profile", format!("of steps {steps}, in {folder}; if memory is out, what it was full of"))?;
+        }
         Ok(())
     }
 }

@@ -18,9 +18,10 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::order::Order;
 use crate::out;
+use crate::profile;
 use crate::schedule::LearningRate;
 use crate::tokens::{BYTES, Tokens};
-use crate::values::{OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, mesh_word};
+use crate::values::{OnRun, Packing, Precision, Schedule, Scheme, Steps, Switch, Tile, TokensFrom, mesh_word};
 
 /// Where neither --steps nor --epochs says.
 pub(crate) const STEPS: usize = 40;
@@ -51,6 +52,15 @@ pub enum OutFolder {
     NewUnder(PathBuf),
     /// Nowhere: an evaluation is said, not written.
     Nowhere,
+}
+
+/// Which steps are profiled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Profile {
+    /// Where the profile goes.
+    pub folder: PathBuf,
+    /// The steps.
+    pub steps: Steps,
 }
 
 /// A run, ready to start. A clone shares the text.
@@ -108,6 +118,8 @@ pub struct Plan {
     pub save_every: Option<usize>,
     /// Checkpoints that stay.
     pub keep: NonZeroUsize,
+    /// What of it is profiled.
+    pub profile: Option<Profile>,
     /// What was typed, for the reasons.
     args: Args,
 }
@@ -192,6 +204,7 @@ impl Plan {
             on_run,
             save_every: args.save_every,
             keep: NonZeroUsize::new(args.keep).unwrap_or(NonZeroUsize::MIN),
+            profile: profile(args, steps)?,
             args: args.clone(),
         })
     }
@@ -341,6 +354,43 @@ fn rate(args: &Args, steps: usize) -> Result<LearningRate> {
         return Err(Error::input("--min-lr without --schedule cosine", "leave one of them out"));
     }
     Ok(LearningRate { kind: args.schedule, peak, min: args.min_lr, warmup: args.warmup, steps })
+}
+
+fn profile(args: &Args, steps: usize) -> Result<Option<Profile>> {
+    let Some(folder) = &args.profile else {
+        return match &args.profile_steps {
+            Some(_) => Err(Error::input("--profile-steps without --profile", "name a folder: --profile DIR")),
+            None => Ok(None),
+        };
+    };
+    if args.eval {
+        return Err(Error::input("--profile with --eval", "an evaluation has no steps: leave --profile out"));
+    }
+    let asked = match &args.profile_steps {
+        Some(asked) if asked.last() > steps => {
+            return Err(Error::input(
+                format!("--profile-steps {asked} of {steps} steps"),
+                format!("use steps from 1 to {steps}"),
+            ));
+        }
+        Some(asked) => asked.clone(),
+        None => Steps::range(2.min(steps), 3.min(steps)),
+    };
+    let shown = folder.display();
+    if folder.exists() && !folder.is_dir() {
+        return Err(Error::input(
+            format!("--profile {shown}: not a folder"),
+            "name a folder, or one that is to be made",
+        ));
+    }
+    if let Some(file) = profile::files(folder).into_iter().find(|file| file.exists()) {
+        let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        return Err(Error::input(
+            format!("--profile {shown}: {name} is there already"),
+            "name another folder: no profile is replaced",
+        ));
+    }
+    Ok(Some(Profile { folder: folder.clone(), steps: asked }))
 }
 
 fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<StageSchedule>> {

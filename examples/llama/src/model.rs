@@ -9,7 +9,7 @@ use burn_context_parallel::attention::{SequenceContext, scope};
 use burn_context_parallel::fsdp::embedding;
 use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::{IGNORE_INDEX, Shard};
-use burn_context_parallel::{Error, OrRaise, catch};
+use burn_context_parallel::{Error, OrRaise, catch, phase};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::tiling::{LossShare, TiledNorm, TokenLoss, tiled_cross_entropy, tiled_cross_entropy_over};
 
@@ -107,9 +107,9 @@ impl Llama {
     /// scope.
     pub fn hidden(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         self.expect_ids("Llama::hidden", "token", tokens.clone()).or_raise();
-        let mut x = embedding(&self.embed_tokens.weight, tokens);
-        for layer in &self.layers {
-            x = layer.forward(x, |block, x| block.forward(x));
+        let mut x = phase::after("embedding", None, || embedding(&self.embed_tokens.weight, tokens));
+        for (index, layer) in self.layers.iter().enumerate() {
+            x = phase::around("block", Some(index), x, |x| layer.forward(x, |block, x| block.forward(x)));
         }
         self.norm.forward(x, |norm, x| norm.forward(x))
     }
