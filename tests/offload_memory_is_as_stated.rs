@@ -113,7 +113,10 @@ fn memory_is_as_stated() {
                 // Between forward and backward all of them are away, the first block's too: nobody else holds one.
                 let saved = plain.between - away.between;
                 let all = layers * INPUT;
-                assert!(saved <= all + OF_A_LAYER && saved + layers * OF_A_LAYER / 8 >= all, "{layers}: {saved} of {all}");
+                assert!(
+                    saved <= all + OF_A_LAYER && saved + layers * OF_A_LAYER / 8 >= all,
+                    "{layers}: {saved} of {all}"
+                );
             }
             // More layers: nothing more of activations, in no phase.
             let grown = |of: fn(&Use) -> usize| of(&away[2]).saturating_sub(of(&away[1])) / 4;

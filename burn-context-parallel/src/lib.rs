@@ -101,6 +101,7 @@ pub mod collective;
 pub mod flash;
 pub mod fsdp;
 pub mod group;
+pub mod phase;
 pub mod sequence;
 pub mod vjp;
 

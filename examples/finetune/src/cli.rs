@@ -11,8 +11,8 @@ use crate::config;
 use crate::error::{Error, Result};
 use crate::offload::OffloadTo;
 use crate::values::{
-    Bytes, Clip, DataOrder, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, at_least, mesh, not_negative,
-    positive, seed,
+    Bytes, Clip, DataOrder, Packing, Precision, Schedule, Scheme, Steps, Switch, Tile, TokensFrom, at_least, mesh,
+    not_negative, positive, seed,
 };
 
 const AFTER: &str = "\
@@ -163,6 +163,13 @@ pub struct Args {
     /// How many checkpoints stay, the newest ones.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = at_least::<1>, allow_negative_numbers = true)]
     pub keep: usize,
+    /// Write where time and memory went in some steps to this folder (profile.txt, trace.json, memory.html); and when memory is out,
+    /// what it was full of.
+    #[arg(long, value_name = "DIR")]
+    pub profile: Option<PathBuf>,
+    /// The steps of --profile. Default: 2-3, the first one draws and allocates what stays.
+    #[arg(long, value_name = "A-B|A,B,..", allow_negative_numbers = true)]
+    pub profile_steps: Option<Steps>,
     /// Values for any of these, by the same names (seq-len = 8192); what is typed here wins.
     #[arg(long, value_name = "FILE.toml")]
     pub config: Option<PathBuf>,

@@ -20,6 +20,9 @@
 //! | `model/` | the weights as transformers loads them, with the tokenizer |
 //! | `checkpoints/` | what `--resume` goes on from |
 //!
+//! `--profile DIR` writes where time and memory went in some steps: a table, a trace and a picture
+//! ([`burn_upipe::profile`]); and `out-of-memory.txt`, what memory was full of when there was none left.
+//!
 //! ```
 //! use finetune::{Args, Plan};
 //!
@@ -55,6 +58,7 @@ mod order;
 mod out;
 mod picture;
 mod plan;
+mod profile;
 mod progress;
 mod ranks;
 mod resume;
@@ -86,7 +90,7 @@ pub use guard::quiet_guarded_panics;
 pub use metrics::{StepMetrics, Table};
 pub use offload::{OffloadPlan, OffloadTo};
 pub use order::Order;
-pub use plan::{ModelSource, OutFolder, Plan};
+pub use plan::{ModelSource, OutFolder, Plan, Profile};
 pub use progress::Voice;
 pub use resume::Difference;
 pub use saving::Saving;
@@ -94,7 +98,9 @@ pub use schedule::LearningRate;
 pub use start::{Start, initial};
 pub use tokens::{FolderTokenizer, Tokens};
 pub use train::{Event, Halt, Trained, train};
-pub use values::{Bytes, Clip, DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom};
+pub use values::{
+    Bytes, Clip, DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Steps, Switch, Tile, TokensFrom,
+};
 
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -267,6 +273,10 @@ fn train_into(
         })
     };
     drop(guard);
+    if let Some(profile) = plan.profile.as_ref().filter(|_| trained.is_ok()) {
+        let (steps, folder) = (&profile.steps, profile.folder.display());
+        voice.line(&format!("profile of steps {steps} in {folder}: profile.txt, trace.json, memory.html"));
+    }
     let steps = std::mem::take(&mut *steps.lock().unwrap_or_else(PoisonError::into_inner));
     // Also of a run that failed: what was so far is worth a look then.
     let drawn = picture::loss_curve(&curve, &steps);

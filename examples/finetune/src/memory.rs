@@ -2,11 +2,15 @@
 
 use std::thread;
 
-use burn_upipe::plan::{Accounting, Attention, Bytes, ModelShape, PlanError, Setup, StatePlace, Techniques, memory};
+use burn_upipe::offload::{OffloadPolicy, Place};
+use burn_upipe::plan::{
+    self, Accounting, Attention, Bytes, ModelShape, PlanError, Setup, StatePlace, Techniques, WaitingPlace, memory,
+};
 use burn_upipe::profile::heap;
 use burn_upipe::upipe::AttentionScheme;
 
 use crate::deal::rounds;
+use crate::offload::OffloadPlan;
 use crate::plan::Plan;
 use crate::values::Precision;
 
@@ -24,7 +28,7 @@ pub(crate) fn setup(plan: &Plan) -> Setup {
         head_dim: config.head_dim,
         tied: config.tie_word_embeddings,
         qkv_bias: config.qkv_bias(),
-        qk_norm: config.qk_norm(),
+        qk_norm: config.qk_norm().is_some(),
     };
     let threads = thread::available_parallelism().map_or(1, usize::from);
     let mut accounting = Accounting::flex(threads);
@@ -48,11 +52,11 @@ pub(crate) fn setup(plan: &Plan) -> Setup {
                 AttentionScheme::Ulysses => Attention::Ulysses,
                 AttentionScheme::UPipe { heads_per_stage } => Attention::UPipe { per_stage: heads_per_stage },
             },
-            checkpoint: parallel.checkpoint.then_some(1),
+            checkpoint: parallel.checkpoint.then_some(parallel.blocks_per_checkpoint),
             mlp_tile: parallel.mlp_tile,
             norm_tile: parallel.norm_tile,
             loss_tile: parallel.loss_tile,
-            offload: None,
+            offload: plan.offload.as_ref().map(|offload| offloaded(offload, plan.ranks)),
             fsdp: plan.fsdp,
             prefetch: plan.fsdp,
             optimizer: StatePlace::Device,
@@ -60,6 +64,20 @@ pub(crate) fn setup(plan: &Plan) -> Setup {
         accounting,
         model,
     }
+}
+
+fn offloaded(offload: &OffloadPlan, ranks: usize) -> plan::OffloadPlan {
+    let (every, keep) = match offload.policy {
+        OffloadPolicy::None => (1, usize::MAX),
+        OffloadPolicy::All => (1, 0),
+        OffloadPolicy::Every(every) => (every, 0),
+        OffloadPolicy::Budget(bytes) => (1, bytes / ranks),
+    };
+    let place = match offload.place {
+        Place::Host => WaitingPlace::Host,
+        Place::Disk => WaitingPlace::Disk,
+    };
+    plan::OffloadPlan { place, in_flight: offload.in_flight, every, keep }
 }
 
 /// Bytes at the peak of a step on the rank that holds the most, and the phase in which it is.

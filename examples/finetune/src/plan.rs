@@ -19,9 +19,10 @@ use crate::files;
 use crate::offload::OffloadPlan;
 use crate::order::Order;
 use crate::out;
+use crate::profile;
 use crate::schedule::LearningRate;
 use crate::tokens::{BYTES, Tokens};
-use crate::values::{OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, mesh_word};
+use crate::values::{OnRun, Packing, Precision, Schedule, Scheme, Steps, Switch, Tile, TokensFrom, mesh_word};
 
 /// Where neither --steps nor --epochs says.
 pub(crate) const STEPS: usize = 40;
@@ -52,6 +53,15 @@ pub enum OutFolder {
     NewUnder(PathBuf),
     /// Nowhere: an evaluation is said, not written.
     Nowhere,
+}
+
+/// Which steps are profiled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Profile {
+    /// Where the profile goes.
+    pub folder: PathBuf,
+    /// The steps.
+    pub steps: Steps,
 }
 
 /// A run, ready to start. A clone shares the text.
@@ -111,6 +121,8 @@ pub struct Plan {
     pub save_every: Option<usize>,
     /// Checkpoints that stay.
     pub keep: NonZeroUsize,
+    /// What of it is profiled.
+    pub profile: Option<Profile>,
     /// What was typed, for the reasons.
     args: Args,
 }
@@ -198,6 +210,7 @@ impl Plan {
             on_run,
             save_every: args.save_every,
             keep: NonZeroUsize::new(args.keep).unwrap_or(NonZeroUsize::MIN),
+            profile: profile(args, steps)?,
             args: args.clone(),
         })
     }
@@ -349,6 +362,43 @@ fn rate(args: &Args, steps: usize) -> Result<LearningRate> {
     Ok(LearningRate { kind: args.schedule, peak, min: args.min_lr, warmup: args.warmup, steps })
 }
 
+fn profile(args: &Args, steps: usize) -> Result<Option<Profile>> {
+    let Some(folder) = &args.profile else {
+        return match &args.profile_steps {
+            Some(_) => Err(Error::input("--profile-steps without --profile", "name a folder: --profile DIR")),
+            None => Ok(None),
+        };
+    };
+    if args.eval {
+        return Err(Error::input("--profile with --eval", "an evaluation has no steps: leave --profile out"));
+    }
+    let asked = match &args.profile_steps {
+        Some(asked) if asked.last() > steps => {
+            return Err(Error::input(
+                format!("--profile-steps {asked} of {steps} steps"),
+                format!("use steps from 1 to {steps}"),
+            ));
+        }
+        Some(asked) => asked.clone(),
+        None => Steps::range(2.min(steps), 3.min(steps)),
+    };
+    let shown = folder.display();
+    if folder.exists() && !folder.is_dir() {
+        return Err(Error::input(
+            format!("--profile {shown}: not a folder"),
+            "name a folder, or one that is to be made",
+        ));
+    }
+    if let Some(file) = profile::files(folder).into_iter().find(|file| file.exists()) {
+        let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        return Err(Error::input(
+            format!("--profile {shown}: {name} is there already"),
+            "name another folder: no profile is replaced",
+        ));
+    }
+    Ok(Some(Profile { folder: folder.clone(), steps: asked }))
+}
+
 fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<StageSchedule>> {
     let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
     match (args.attention, args.heads_per_stage) {
@@ -495,7 +545,10 @@ mod tests {
         "--offload disk --offload-budget 1000",
         "block inputs beyond 1000 bytes on the device, over all ranks, wait in a file in the output folder; at most 2"
     )]
-    #[case("--offload host", "peak         heap bytes of this process: the sum over all its ranks; without what offload has")]
+    #[case(
+        "--offload host",
+        "peak         heap bytes of this process: the sum over all its ranks; without what offload has"
+    )]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]
     fn derived_values_are_shown_with_their_reason(#[case] args: &str, #[case] expected: &str) {
         let text = plan(args).unwrap().to_string();

@@ -29,7 +29,12 @@ pub(crate) fn on_ranks<T: Send + 'static>(
     device: &Device,
     rank: impl Fn(&Plan, Ready, &Mesh) -> RankResult<T> + Send + Sync + 'static,
 ) -> Result<T> {
-    let copies = start.copies(plan.ranks, device);
+    // What is not made in a phase of a rank.
+    let weights = plan.profile.as_ref().map(|_| heap::Phase::new(None, "weights"));
+    let copies = {
+        let _weights = weights.map(heap::phase);
+        start.copies(plan.ranks, device)
+    };
     let start = match start {
         Start::Whole(model) => {
             // Each rank has its own by now: without this the first weights would stay for the length of the run.
@@ -46,7 +51,10 @@ pub(crate) fn on_ranks<T: Send + 'static>(
         let _owned = heap::own(world.rank());
         let mesh = Mesh::new(&world, plan.mesh)?;
         let copy = copies.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let ready = start.on_rank(plan, copy, &mesh, device)?;
+        let ready = {
+            let _weights = weights.map(|weights| (heap::phase(weights), heap::own(world.rank())));
+            start.on_rank(plan, copy, &mesh, device)?
+        };
         rank(plan, ready, &mesh)
     })?;
     Ok(results.into_iter().next().expect("at least one rank"))

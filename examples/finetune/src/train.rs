@@ -10,6 +10,7 @@ use burn::optim::{AdamW, GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
 use burn_context_parallel::fsdp::{ShardedOptimizer, StatePlace};
 use burn_context_parallel::group::{Axis, Mesh};
+use burn_context_parallel::phase;
 use burn_upipe::learner::checkpoint::CheckpointError;
 use burn_upipe::learner::stop::Decision;
 use burn_upipe::learner::training::{Holding, restore};
@@ -20,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::metrics::StepMetrics;
 use crate::plan::Plan;
+use crate::profile::{Profiling, RankProfile};
 use crate::ranks::{RankResult, computing, micro_batches, number, on_ranks, sum};
 use crate::saving::{Done, Saving};
 use crate::start::{Ready, Start};
@@ -108,10 +110,18 @@ pub fn train(
 ) -> Result<Trained> {
     let device = Device::flex().autodiff();
     let (report, saving) = (Mutex::new(report), Arc::new(saving));
-    on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
+    let profiling = plan.profile.as_ref().map(Profiling::begin).transpose()?;
+    let ranks = profiling.clone();
+    let trained = on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
         let report = |event| (report.lock().unwrap_or_else(PoisonError::into_inner))(event);
-        Rank { plan, mesh, saving: &saving, device: &device, holding: ready.holding.clone() }.train(ready, report)
-    })
+        let profile = ranks.as_ref().map(|ranks| ranks.rank(mesh.world().rank()));
+        Rank { plan, mesh, saving: &saving, device: &device, holding: ready.holding.clone(), profile: profile.as_ref() }
+            .train(ready, report)
+    });
+    let failure = trained.as_ref().err().map(|error| error as &(dyn std::error::Error + 'static));
+    let written = profiling.map_or(Ok(()), |profiling| profiling.end(failure));
+    let trained = trained?;
+    written.map(|()| trained)
 }
 
 /// One rank of a training.
@@ -121,6 +131,7 @@ struct Rank<'a> {
     saving: &'a Saving,
     device: &'a Device,
     holding: Holding,
+    profile: Option<&'a RankProfile>,
 }
 
 impl Rank<'_> {
@@ -156,10 +167,18 @@ impl Rank<'_> {
                 heap::reset_peak();
             }
             let step = done.steps;
+            self.profile.inspect(|profile| profile.step(Some(step + 1)));
+            let phase_of_step = phase::enter("step", Some(step + 1));
             let sequences = plan.order.step(step);
             let (value, grads) = self.gradients(&model, &sequences)?;
-            let grads = self.holding.sum(grads, &model)?;
-            let (grads, grad_norm) = self.holding.clip(grads, &model, plan.clip.unwrap_or(f64::INFINITY))?;
+            let grads = {
+                let _phase = phase::enter("gradient sum", None);
+                self.holding.sum(grads, &model)?
+            };
+            let (grads, grad_norm) = {
+                let _phase = phase::enter("clip", None);
+                self.holding.clip(grads, &model, plan.clip.unwrap_or(f64::INFINITY))?
+            };
 
             // Loss and norm are the same bits on every rank, so all take the same way here.
             last = (value, grad_norm);
@@ -170,7 +189,11 @@ impl Rank<'_> {
                 good = Some((step, model.valid()));
             }
             let lr = plan.rate.at(step);
-            model = optimizer.step(lr, model, grads);
+            model = {
+                let _phase = phase::enter("optimizer", None);
+                optimizer.step(lr, model, grads)
+            };
+            drop(phase_of_step);
             let tokens = sequences.len() * plan.seq_len;
             done.steps += 1;
             done.tokens += tokens as u64;
@@ -203,6 +226,7 @@ impl Rank<'_> {
                 return Ok(Trained { checkpoint: Some(saved), ..stopped });
             }
         }
+        self.profile.inspect(|profile| profile.step(None));
         // No loss speaks for what the last step made.
         if let Some(name) = broken(&model, &self.holding)? {
             return self.halted(good, done.steps, last, Some(name));
@@ -275,10 +299,16 @@ impl Rank<'_> {
         let mut accumulated = GradientsAccumulator::new();
         let mut value = 0.0;
         for batch in micro_batches(plan, sequences, mesh)? {
-            let shard = batch.shard(&plan.layout, sequence.rank(), device)?;
+            let shard = {
+                let _phase = phase::enter("data", None);
+                batch.shard(&plan.layout, sequence.rank(), device)?
+            };
             let share = compute.loss_over(&shard, sequence, targets)?.share;
             value += number(&share);
-            let grads = GradientsParams::from_grads(share.backward(), &compute);
+            let grads = {
+                let _phase = phase::enter("backward", None);
+                GradientsParams::from_grads(share.backward(), &compute)
+            };
             accumulated.accumulate(model, precision::to_f32(grads, model));
         }
         Ok((sum(value, mesh.world())?, accumulated.grads()))

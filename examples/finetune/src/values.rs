@@ -1,6 +1,7 @@
 //! The types of the arguments: what a word or a number on the command line (or in a configuration file) may be.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use burn::tensor::DType;
@@ -178,6 +179,54 @@ impl fmt::Display for Clip {
             Some(norm) => write!(f, "{norm}"),
             None => write!(f, "none"),
         }
+    }
+}
+
+/// Some steps, counted from 1: `2-3`, or `1,4-6`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Steps(Vec<RangeInclusive<usize>>);
+
+impl Steps {
+    /// From one to another, both included.
+    pub(crate) fn range(first: usize, last: usize) -> Self {
+        Self(vec![first..=last])
+    }
+
+    /// Whether `step` is among them.
+    pub fn contains(&self, step: usize) -> bool {
+        self.0.iter().any(|range| range.contains(&step))
+    }
+
+    /// The largest of them.
+    pub fn last(&self) -> usize {
+        self.0.iter().map(|range| *range.end()).max().unwrap_or(0)
+    }
+}
+
+impl FromStr for Steps {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let range = |part: &str| {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let (first, last) = (at_least::<1>(first.trim()).ok()?, at_least::<1>(last.trim()).ok()?);
+            (first <= last).then_some(first..=last)
+        };
+        let ranges: Option<Vec<_>> = text.split(',').map(range).collect();
+        ranges.map(Self).ok_or_else(|| "give steps from 1, as 2-3 or 1,4-6".to_owned())
+    }
+}
+
+impl fmt::Display for Steps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, range) in self.0.iter().enumerate() {
+            let comma = if at > 0 { "," } else { "" };
+            match (range.start(), range.end()) {
+                (first, last) if first == last => write!(f, "{comma}{first}")?,
+                (first, last) => write!(f, "{comma}{first}-{last}")?,
+            }
+        }
+        Ok(())
     }
 }
 

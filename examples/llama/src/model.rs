@@ -9,7 +9,7 @@ use burn_context_parallel::attention::{SequenceContext, scope};
 use burn_context_parallel::fsdp::embedding;
 use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::{IGNORE_INDEX, Shard};
-use burn_context_parallel::{Error, OrRaise, catch};
+use burn_context_parallel::{Error, OrRaise, catch, phase};
 use burn_upipe::checkpoint::{Checkpointed, forward_group};
 use burn_upipe::offload::Offloaded;
 use burn_upipe::tiling::{LossShare, TiledNorm, TokenLoss, tiled_cross_entropy, tiled_cross_entropy_over};
@@ -110,14 +110,18 @@ impl Llama {
     /// scope.
     pub fn hidden(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         self.expect_ids("Llama::hidden", "token", tokens.clone()).or_raise();
-        let mut x = embedding(&self.embed_tokens.weight, tokens);
-        for group in self.layers.chunks(self.settings.blocks_per_checkpoint) {
+        let mut x = phase::after("embedding", None, || embedding(&self.embed_tokens.weight, tokens));
+        let each = self.settings.blocks_per_checkpoint;
+        for (at, group) in self.layers.chunks(each).enumerate() {
             x = match group {
-                [first, _, ..] if first.inner.is_enabled() => {
+                [first, _, ..] if first.inner.is_enabled() => phase::around("block", Some(at * each), x, |x| {
                     let blocks = group.iter().map(|layer| &layer.inner.inner);
                     forward_group(blocks, first.offload(), x, |block, x| block.forward(x))
-                }
-                layers => layers.iter().fold(x, |x, layer| layer.forward(x, |block, x| block.forward(x))),
+                }),
+                layers => layers.iter().enumerate().fold(x, |x, (index, layer)| {
+                    let around = |x| layer.forward(x, |block, x| block.forward(x));
+                    phase::around("block", Some(at * each + index), x, around)
+                }),
             };
         }
         self.norm.forward(x, |norm, x| norm.forward(x))
