@@ -35,7 +35,8 @@ struct Case {
 
 impl Case {
     fn new(ranks: usize, attention: AttentionScheme) -> Self {
-        let tiles = ParallelConfig { mlp_tile: Some(5), norm_tile: Some(4), loss_tile: Some(3), ..ParallelConfig::all() };
+        let tiles =
+            ParallelConfig { mlp_tile: Some(5), norm_tile: Some(4), loss_tile: Some(3), ..ParallelConfig::all() };
         let parallel = ParallelConfig { attention, ..tiles };
         Self { ranks, parallel, fsdp: None, dtype: DType::F32, micro_batches: 1 }
     }
@@ -128,7 +129,10 @@ fn gradients_are_the_same_bits(
 
 /// None, half of the inputs, with and without a disk that takes the rest, or a part of it.
 #[rstest]
-fn budgets_change_nothing(#[values(0, 2500)] host: usize, #[values(None, Some(None), Some(Some(1000)))] on_disk: Option<Option<u64>>) {
+fn budgets_change_nothing(
+    #[values(0, 2500)] host: usize,
+    #[values(None, Some(None), Some(Some(1000)))] on_disk: Option<Option<u64>>,
+) {
     let config = OffloadConfig::new().with_host_budget(Some(host)).with_disk(on_disk.and_then(disk));
     Case::new(2, AttentionScheme::default()).is_the_same_with(config);
 }

@@ -13,8 +13,8 @@ use burn_context_parallel::vjp::AnyTensor;
 use burn_context_parallel::{Error, catch};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::offload::{
-    Arrival, CopyQueue, CopyThread, Departure, Disk, Offload, OffloadConfig, OffloadError, OffloadPolicy, Offloaded, Place,
-    Slot, Ticket,
+    Arrival, CopyQueue, CopyThread, Departure, Disk, Offload, OffloadConfig, OffloadError, OffloadPolicy, Offloaded,
+    Place, Slot, Ticket,
 };
 use offload::{Failing, Failure, host, lost};
 use rstest::rstest;

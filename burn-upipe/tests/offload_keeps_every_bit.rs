@@ -10,8 +10,12 @@ use rstest::rstest;
 const MIB: usize = 1 << 20;
 
 fn engine(config: OffloadConfig, late: bool) -> Offload {
-    if late { Offload::with_queue(config, Late::new()) } else { Offload::with_queue(config, CopyThread::new().unwrap()) }
-        .unwrap()
+    if late {
+        Offload::with_queue(config, Late::new())
+    } else {
+        Offload::with_queue(config, CopyThread::new().unwrap())
+    }
+    .unwrap()
 }
 
 /// torchtune#1867, trl PR#7195, Megatron-LM#7398: a device buffer that is used again before its copy has ended, a copy back
@@ -126,7 +130,8 @@ fn views_come_back(#[values(false, true)] to_disk: bool) {
 fn every_float_type_comes_back(#[values(DType::F64, DType::F32, DType::BF16, DType::F16)] dtype: DType) {
     for config in [OffloadConfig::new(), on_disk(OffloadConfig::new(), None)] {
         let offload = engine(config, false);
-        let x = Tensor::<2>::from_data([[1.5, -2.25, f32::NAN], [f32::INFINITY, -0.0, 1e-3]], &Device::flex()).cast(dtype);
+        let x =
+            Tensor::<2>::from_data([[1.5, -2.25, f32::NAN], [f32::INFINITY, -0.0, 1e-3]], &Device::flex()).cast(dtype);
         let expected = bytes(x.clone());
         let back = offload.save(x).unwrap().take().unwrap();
         assert_eq!((back.dtype(), back.dims()), (dtype, [2, 3]));

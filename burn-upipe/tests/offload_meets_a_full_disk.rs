@@ -27,7 +27,10 @@ fn saves_under_a_limit() {
         assert!(saved.len() < 9, "no limit");
     };
     assert!(
-        matches!(&error, OffloadError::Disk { action: DiskAction::Writing, kind: ErrorKind::FileTooLarge, bytes: 16384, .. }),
+        matches!(
+            &error,
+            OffloadError::Disk { action: DiskAction::Writing, kind: ErrorKind::FileTooLarge, bytes: 16384, .. }
+        ),
         "{error:?}"
     );
     assert_eq!(saved.last().unwrap().get().unwrap_err(), error);
@@ -45,7 +48,8 @@ fn a_full_disk_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     // In blocks of 512 or 1024 bytes, as the shell has it. The signal would end the process where an error is due.
     let script = r#"trap "" XFSZ; ulimit -f 64; exec "$0" --ignored --exact saves_under_a_limit --nocapture"#;
-    let run = Command::new("sh").args(["-c", script]).arg(std::env::current_exe().unwrap()).current_dir(&folder).output();
+    let run =
+        Command::new("sh").args(["-c", script]).arg(std::env::current_exe().unwrap()).current_dir(&folder).output();
     let run = run.unwrap();
     let said = format!("{}{}", String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
     assert!(run.status.success() && said.contains("refused: offload: writing 16384 bytes"), "{said}");

@@ -8,8 +8,8 @@
 //!
 //! Blocks are gathered one by one, if they are sharded, in both passes: as often as single checkpoints.
 
-use burn::module::Module;
 use burn::backend::TensorMetadata;
+use burn::module::Module;
 use burn::tensor::{DType, Tensor};
 use burn_context_parallel::attention::{current, scope};
 use burn_context_parallel::fsdp::Unit;

@@ -98,7 +98,9 @@ impl<M: Module + 'static> Checkpointed<M> {
             return f(&self.inner, x);
         }
         // One tile along a dim that does not exist: the whole.
-        recompute("Checkpointed::forward", &self.inner, x, offload, D.max(E), vec![1], Join::Concat, move |m, x, _| f(m, x))
+        recompute("Checkpointed::forward", &self.inner, x, offload, D.max(E), vec![1], Join::Concat, move |m, x, _| {
+            f(m, x)
+        })
     }
 }
 

@@ -95,12 +95,7 @@ impl DiskPart {
         self.checked(DiskAction::Reading, data.len(), || read_at(&self.disk.file, data, self.at))
     }
 
-    fn checked(
-        &self,
-        action: DiskAction,
-        len: usize,
-        f: impl FnOnce() -> io::Result<()>,
-    ) -> Result<(), OffloadError> {
+    fn checked(&self, action: DiskAction, len: usize, f: impl FnOnce() -> io::Result<()>) -> Result<(), OffloadError> {
         debug_assert_eq!(len, self.bytes);
         f().map_err(|error| OffloadError::disk(action, &self.disk.folder, self.at, self.bytes, &error))
     }

@@ -348,7 +348,9 @@ impl Engine {
     fn forget(&self, id: u64) {
         let entry = self.lock().entries.remove(&id);
         match entry.map(|entry| entry.at) {
-            Some(Whereabouts::Leaving { ticket, .. } | Whereabouts::Here { leaving: Some(ticket), .. }) => ticket.wait(),
+            Some(Whereabouts::Leaving { ticket, .. } | Whereabouts::Here { leaving: Some(ticket), .. }) => {
+                ticket.wait()
+            }
             Some(Whereabouts::Coming { ticket, .. }) => ticket.wait(),
             _ => {}
         }
@@ -377,9 +379,9 @@ impl State {
                 Whereabouts::Leaving { slot, ticket, .. } if ticket.is_settled() => {
                     ticket.take().map(|()| Whereabouts::Away(slot.clone()))
                 }
-                Whereabouts::Coming { slot, ticket } if ticket.is_settled() => ticket.take().map(|tensor| {
-                    Whereabouts::Here { slot: slot.clone(), tensor, leaving: None, asked: false }
-                }),
+                Whereabouts::Coming { slot, ticket } if ticket.is_settled() => ticket
+                    .take()
+                    .map(|tensor| Whereabouts::Here { slot: slot.clone(), tensor, leaving: None, asked: false }),
                 Whereabouts::Here { leaving, .. } => {
                     // The tensor is here: whether its copy was made does not matter any more.
                     leaving.take_if(|ticket| ticket.is_settled());

@@ -77,7 +77,9 @@ impl HostPool {
 
     fn map(&self, bytes: usize, state: &mut State) -> Option<MmapMut> {
         let map = MmapMut::map_anon(bytes)
-            .inspect_err(|error| log::warn!("offload: no host memory for {bytes} bytes, as if the budget were used up: {error}"))
+            .inspect_err(|error| {
+                log::warn!("offload: no host memory for {bytes} bytes, as if the budget were used up: {error}")
+            })
             .ok()?;
         state.counts.allocations += 1;
         Some(map)

@@ -120,8 +120,7 @@ fn guarded<T>(
         Ok(message) => *message,
         Err(payload) => payload.downcast_ref::<&str>().map_or_else(|| "a panic".to_owned(), ToString::to_string),
     };
-    catch_unwind(AssertUnwindSafe(f))
-        .unwrap_or_else(|payload| Err(OffloadError::copy(action, bytes, message(payload))))
+    catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|payload| Err(OffloadError::copy(action, bytes, message(payload))))
 }
 
 impl Drop for CopyThread {

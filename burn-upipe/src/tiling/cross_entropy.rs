@@ -255,7 +255,9 @@ where
         summed(logits, targets)
     };
     let sum =
-        catch(|| if tile.is_some() { recompute(NAME, module, x, None, 1, cut, Join::Sum, f) } else { f(module, x, 0) })?;
+        catch(
+            || if tile.is_some() { recompute(NAME, module, x, None, 1, cut, Join::Sum, f) } else { f(module, x, 0) },
+        )?;
     Ok((sum, valid))
 }
 

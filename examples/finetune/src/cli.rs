@@ -11,8 +11,8 @@ use crate::config;
 use crate::error::{Error, Result};
 use crate::offload::OffloadTo;
 use crate::values::{
-    Bytes, Clip, DataOrder, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, at_least, mesh, not_negative,
-    positive, seed,
+    Bytes, Clip, DataOrder, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, at_least, mesh,
+    not_negative, positive, seed,
 };
 
 const AFTER: &str = "\

@@ -75,7 +75,9 @@ impl fmt::Display for Plan {
             match (self.parallel.checkpoint, self.parallel.blocks_per_checkpoint) {
                 (true, 1) => "on: a block keeps its input only, and runs again in the backward pass".to_owned(),
                 (true, blocks) => {
-                    format!("on: {blocks} blocks keep the first one's input only, and run again together in the backward pass")
+                    format!(
+                        "on: {blocks} blocks keep the first one's input only, and run again together in the backward pass"
+                    )
                 }
                 (false, _) => "off: a block keeps all its intermediates".to_owned(),
             },

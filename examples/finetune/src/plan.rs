@@ -495,7 +495,10 @@ mod tests {
         "--offload disk --offload-budget 1000",
         "block inputs beyond 1000 bytes on the device, over all ranks, wait in a file in the output folder; at most 2"
     )]
-    #[case("--offload host", "peak         heap bytes of this process: the sum over all its ranks; without what offload has")]
+    #[case(
+        "--offload host",
+        "peak         heap bytes of this process: the sum over all its ranks; without what offload has"
+    )]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]
     fn derived_values_are_shown_with_their_reason(#[case] args: &str, #[case] expected: &str) {
         let text = plan(args).unwrap().to_string();

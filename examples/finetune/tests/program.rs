@@ -305,7 +305,9 @@ fn the_written_configuration_gives_the_same_run() {
     let output = finetune(&folder.path().join("elsewhere"), "--config ../d/config.toml --out e");
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert_eq!(config(&folder.path().join("d")), config(&folder.path().join("elsewhere/e")));
-    for line in ["offload = \"host\"", "offload-host-budget = 1024", "offload-in-flight = 1", "blocks-per-checkpoint = 2"] {
+    for line in
+        ["offload = \"host\"", "offload-host-budget = 1024", "offload-in-flight = 1", "blocks-per-checkpoint = 2"]
+    {
         assert!(config(&folder.path().join("d")).lines().any(|found| found == line), "{line}");
     }
     // What is typed wins.

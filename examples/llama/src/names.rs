@@ -31,8 +31,12 @@ const TO_MODULE: [(&str, &str); 5] = [
 ];
 
 /// Module -> Hugging Face, in this order.
-const TO_HF: [(&str, &str); 4] =
-    [(r"(?:\.inner)+\.", "."), (r"\.gamma$", ".weight"), (r"^(embed_tokens|layers|norm)\.", "model.$1."), (r"^\?\.", "")];
+const TO_HF: [(&str, &str); 4] = [
+    (r"(?:\.inner)+\.", "."),
+    (r"\.gamma$", ".weight"),
+    (r"^(embed_tokens|layers|norm)\.", "model.$1."),
+    (r"^\?\.", ""),
+];
 
 pub(crate) fn to_module() -> KeyRemapper {
     KeyRemapper::from_patterns(TO_MODULE.to_vec()).expect("constant patterns")
