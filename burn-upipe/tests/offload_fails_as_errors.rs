@@ -92,7 +92,7 @@ fn a_graph_that_is_dropped_leaves_nothing_behind() {
     assert_eq!(offload.stats().host_bytes, 16 * 8 * 4 + 16);
     offload.give_up();
     assert_eq!(offload.stats().host_bytes, 16, "what was named stays");
-    let error = catch(|| y.sum().backward()).unwrap_err();
+    let error = catch(|| drop(y.sum().backward())).unwrap_err();
     assert_eq!(offload_error(&error), &OffloadError::GivenUp);
     drop(named);
     is_empty(&offload);

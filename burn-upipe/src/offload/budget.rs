@@ -1,5 +1,7 @@
 //! How much host memory this process may still take.
 
+use sysinfo::{Pid, ProcessesToUpdate, System};
+
 /// Host memory in bytes that is left: the smaller of what the system has available, and what the process's control group may
 /// still take. A container's limit is below the machine's memory; who plans by the machine is killed by the limit.
 ///
@@ -10,7 +12,13 @@
 /// assert!(burn_upipe::offload::host_budget() > 1 << 20);
 /// ```
 pub fn host_budget() -> usize {
-    usize::MAX
+    let mut system = System::new();
+    system.refresh_memory();
+    let pid = Pid::from_u32(std::process::id());
+    system.refresh_processes(ProcessesToUpdate::Some(&[pid]), false);
+    let limits = system.process(pid).and_then(|process| process.cgroup_limits()).or_else(|| system.cgroup_limits());
+    let limits = limits.map(|limits| (limits.total_memory, limits.total_memory.saturating_sub(limits.free_memory)));
+    host_budget_of(limits, system.available_memory())
 }
 
 /// [`host_budget`] of known values: the control group's limit and what it has in use, and the system's available memory.
