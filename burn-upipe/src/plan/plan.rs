@@ -344,19 +344,22 @@ impl Plan {
         names.dedup();
         let first = names.iter().map(|name| name.len()).max().unwrap_or(0).max("on the device".len()) + 2;
         write!(f, "\n{:<first$}", "on the device")?;
+        let width = |phase: &Phase| phase.name.len().max(11) + 2;
         for phase in &self.phases {
             let mark = if phase.name == self.peak_phase { "*" } else { "" };
-            write!(f, "{:>13}", format!("{}{mark}", phase.name))?;
+            write!(f, "{:>width$}", format!("{}{mark}", phase.name), width = width(phase))?;
         }
         for name in names {
             write!(f, "\n{name:<first$}")?;
             for phase in &self.phases {
                 let bytes = phase.parts.get(name).map(|bytes| Bytes(*bytes).to_string()).unwrap_or_default();
-                write!(f, "{bytes:>13}")?;
+                write!(f, "{bytes:>width$}", width = width(phase))?;
             }
         }
         write!(f, "\n{:<first$}", "all")?;
-        self.phases.iter().try_for_each(|phase| write!(f, "{:>13}", Bytes(phase.bytes).to_string()))?;
+        self.phases
+            .iter()
+            .try_for_each(|phase| write!(f, "{:>width$}", Bytes(phase.bytes).to_string(), width = width(phase)))?;
         writeln!(f)
     }
 }

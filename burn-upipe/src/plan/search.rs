@@ -140,7 +140,8 @@ impl Choices {
         let all = self.mesh.iter().copied().flat_map(places);
         all.flat_map(|(mesh, attention)| self.techniques(attention).map(move |techniques| (mesh, techniques)))
             .filter_map(|(mesh, techniques)| {
-                let setup = Setup { mesh, techniques, ..base.clone() };
+                let accounting = base.accounting.with_optimizer(techniques.optimizer);
+                let setup = Setup { mesh, techniques, accounting, ..base.clone() };
                 setup.check().is_ok().then_some(setup)
             })
     }
