@@ -218,10 +218,15 @@ impl Block {
             }
             Scheme::Staged(schedule) => {
                 let (batch, seq, dim, size) = self.shape;
-                take(q);
-                let stage = upipe::forward_bytes(schedule, batch, seq, dim, size);
-                let on_its_way = upipe::stage_bytes(schedule, batch, seq, dim, size) / 2;
-                ledger.flash(ATTENTION, stage + on_its_way + self.scratch[0]);
+                let stage = upipe::forward_bytes(schedule, batch, seq, dim, size) + self.scratch[0];
+                // The output exists from the end of the first stage on.
+                if schedule.stages().len() == 1 {
+                    ledger.flash(ATTENTION, stage);
+                    ledger.take(ATTENTION, q);
+                } else {
+                    take(q);
+                    ledger.flash(ATTENTION, stage + upipe::stage_bytes(schedule, batch, seq, dim, size) / 2);
+                }
                 if tape {
                     ledger.take(ATTENTION, rows);
                 }

@@ -89,6 +89,8 @@ pub struct Accounting {
     pub sums: usize,
     /// Whether what an exchange has sent, and attention's output, stay until its backward pass is through: a transport that copies.
     pub copying: bool,
+    /// Whether gradients leave for the host as they are made, where the optimizer's state is there.
+    pub gradients_leave: bool,
     /// Threads of one rank, each with its scratch.
     pub threads: usize,
     /// Bytes that the allocator and the communicator need beside what is asked of them: a part of its own.
@@ -110,24 +112,26 @@ impl Accounting {
             kernel_gradient: 4,
             sums: 4,
             copying: false,
+            gradients_leave: false,
             threads,
             overhead: 2 << 20,
             fragmentation: 0,
         }
     }
 
-    /// bf16 compute on GPUs with f32 masters, 16 bytes a parameter in all, as published runs had it: kernels whose gradients are f32, sums
+    /// bf16 weights and gradients on GPUs with f32 masters, 16 bytes a parameter in all, as published runs had it: kernels whose gradients are f32, sums
     /// over stages in bf16, a transport that copies.
     pub fn published(overhead: usize, fragmentation: usize) -> Self {
         Self {
-            weight: 4,
-            gradient: 4,
-            optimizer: 8,
+            weight: 2,
+            gradient: 2,
+            optimizer: 12,
             compute: 2,
             casts_whole: false,
             kernel_gradient: 4,
             sums: 2,
             copying: true,
+            gradients_leave: true,
             threads: 0,
             overhead,
             fragmentation,

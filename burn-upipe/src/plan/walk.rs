@@ -77,7 +77,7 @@ impl Walk<'_> {
         if techniques.optimizer == StatePlace::Device {
             ledger.take(OPTIMIZER, self.kept(accounting.optimizer));
         }
-        if self.setup.accumulate > 1 {
+        if self.setup.accumulate > 1 && !self.gradients_leave() {
             ledger.take(GRADIENTS, self.kept(accounting.gradient));
         }
         ledger.take(TOKENS, batch * self.setup.local() * (3 * 8 + model.head_dim * accounting.compute));
@@ -94,7 +94,7 @@ impl Walk<'_> {
         let table = model.table() * accounting.gradient.min(accounting.compute);
         ledger.flash(GRADIENTS, if self.ranks > 1 || model.tied { 2 * table } else { table });
         ledger.free(HIDDEN, self.block.e);
-        if self.ranks == 1 && !model.tied {
+        if self.ranks == 1 && !model.tied && !self.gradients_leave() {
             ledger.take(GRADIENTS, table);
         }
         ledger.phase("optimizer");
@@ -115,6 +115,11 @@ impl Walk<'_> {
             let Setup { accounting, techniques, .. } = self.setup;
             ledger.free(GATHERED, fsdp::forward_bytes(elements, self.ranks, accounting.compute, techniques.prefetch));
         }
+    }
+
+    /// Whether gradients are on the device only until they are reduced.
+    fn gradients_leave(&self) -> bool {
+        self.setup.accounting.gradients_leave && self.setup.techniques.optimizer == StatePlace::Host
     }
 
     /// Blocks that are one checkpoint; without checkpoints all of them are one that is never made again.
@@ -203,7 +208,7 @@ impl Walk<'_> {
                 ledger.free(LOSS, e);
             }
         }
-        if self.ranks == 1 {
+        if self.ranks == 1 && !self.gradients_leave() {
             ledger.take(GRADIENTS, table);
         }
         self.let_go(ledger, model.table());
@@ -267,9 +272,11 @@ impl Walk<'_> {
             let on_its_way = elements * accounting.compute.max(4);
             ledger.flash(MLP, on_its_way);
             ledger.free(GRADIENTS, block.weights());
-            if self.setup.accumulate == 1 {
+            if self.setup.accumulate == 1 && !self.gradients_leave() {
                 ledger.take(GRADIENTS, elements.div_ceil(self.ranks) * accounting.gradient);
             }
+        } else if self.gradients_leave() {
+            ledger.free(GRADIENTS, block.weights());
         }
         ledger.free(HIDDEN, block.e);
     }
