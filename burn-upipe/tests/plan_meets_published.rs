@@ -31,8 +31,7 @@ fn published(model: ModelShape, attention: Attention, seq_len: usize, ranks: usi
 /// ALST: Ulysses, checkpoints, tiled MLP and loss, offload, the optimizer on the host.
 fn alst(model: ModelShape, seq_len: usize, ranks: usize) -> Setup {
     let setup = published(model, Attention::Ulysses, seq_len, ranks);
-    let accounting = setup.accounting.with_optimizer(StatePlace::Host);
-    Setup { techniques: Techniques { optimizer: StatePlace::Host, ..setup.techniques }, accounting, ..setup }
+    Setup { techniques: Techniques { optimizer: StatePlace::Host, ..setup.techniques }, ..setup }
 }
 
 const UPIPE: Attention = Attention::UPipe { per_stage: None };

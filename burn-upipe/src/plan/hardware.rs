@@ -1,6 +1,6 @@
 //! What a step runs on: memory, and what can be computed and moved in a second.
 
-use super::{Accounting, PlanError, StatePlace};
+use super::{Accounting, PlanError};
 
 /// What a device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -220,21 +220,6 @@ impl Hardware {
     }
 }
 
-impl Accounting {
-    /// Where the optimizer is on the host in mixed precision, f32 weights and sums of gradients are there with it, and the device has both
-    /// in the type that it computes in: 16 bytes a parameter on the host, and 4 on the device. In f32 nothing but the moments moves.
-    pub fn with_optimizer(self, place: StatePlace) -> Self {
-        // Of GPUs: threads of a CPU keep what they have.
-        if self.threads > 0 || self.compute >= 4 {
-            return self;
-        }
-        match place {
-            StatePlace::Device => Self { weight: 4, gradient: 4, optimizer: 8, ..self },
-            StatePlace::Host => Self { weight: self.compute, gradient: self.compute, optimizer: 16, ..self },
-        }
-    }
-}
-
 impl Machines {
     /// Ranks on one host.
     pub fn on_host(&self) -> usize {
@@ -251,8 +236,7 @@ impl Machines {
         Budget { device, host, disk: hardware.disk / sharing, shared }
     }
 
-    /// How such devices count: bf16 on GPUs, with what runtime and communicators take; f32 in threads on a CPU. The optimizer is on the
-    /// device; see [`Accounting::with_optimizer`].
+    /// How such devices count: bf16 on GPUs, with what runtime and communicators take; f32 in threads on a CPU.
     pub fn accounting(&self) -> Accounting {
         match self.hardware.kind {
             DeviceKind::Gpu => {

@@ -140,8 +140,7 @@ impl Choices {
         let all = self.mesh.iter().copied().flat_map(places);
         all.flat_map(|(mesh, attention)| self.techniques(attention).map(move |techniques| (mesh, techniques)))
             .filter_map(|(mesh, techniques)| {
-                let accounting = base.accounting.with_optimizer(techniques.optimizer);
-                let setup = Setup { mesh, techniques, accounting, ..base.clone() };
+                let setup = Setup { mesh, techniques, ..base.clone() };
                 setup.check().is_ok().then_some(setup)
             })
     }

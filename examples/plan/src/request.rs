@@ -70,7 +70,6 @@ impl Request {
             Some(Precision::F32) => setup.accounting.compute = 4,
             None => {}
         }
-        setup.accounting = setup.accounting.with_optimizer(setup.techniques.optimizer);
         if let Some(overhead) = args.overhead {
             setup.accounting.overhead = overhead;
         }
