@@ -79,8 +79,13 @@ fn step(group: &ProcessGroup, attention: AttentionScheme, batch: &Batch) -> Resu
     let device = Device::flex().autodiff();
     let cp = device.context_parallel(group);
     let config = LlamaConfig::new(16, 8, 12, 2, 4, 2);
-    let parallel =
-        ParallelConfig { attention, mlp_tile: Some(3), norm_tile: Some(2), loss_tile: Some(2), checkpoint: true };
+    let parallel = ParallelConfig {
+        attention,
+        mlp_tile: Some(3),
+        norm_tile: Some(2),
+        loss_tile: Some(2),
+        ..ParallelConfig::all()
+    };
     let model = Llama::init(&config, &parallel, &device).expect("a valid model");
     let shard = cp.shard(batch)?;
     let loss = cp.scope(&shard, || model.loss(&shard, group)).map_err(core)?;

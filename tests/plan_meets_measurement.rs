@@ -12,7 +12,10 @@ use burn_context_parallel::collective::sum_gradients;
 use burn_context_parallel::fsdp::{Fsdp, FsdpConfig, ShardedOptimizer, StatePlace};
 use burn_context_parallel::group::{MeshShape, ProcessGroup};
 use burn_context_parallel::sequence::Batch;
-use burn_upipe::plan::{Accounting, Attention, ModelShape, Setup, StatePlace as Place, Techniques, memory};
+use burn_upipe::offload::{Offload, OffloadConfig, OffloadPolicy};
+use burn_upipe::plan::{
+    Accounting, Attention, ModelShape, OffloadPlan, Setup, StatePlace as Place, Techniques, WaitingPlace, memory,
+};
 use burn_upipe::profile::heap::{self, CountingAllocator};
 use burn_upipe::upipe::AttentionScheme;
 use llama::{Llama, LlamaConfig, ParallelConfig};
@@ -64,6 +67,7 @@ fn measure(setup: &Setup) -> Vec<[usize; 3]> {
                 Attention::UPipe { per_stage } => AttentionScheme::UPipe { heads_per_stage: per_stage },
             },
             checkpoint: techniques.checkpoint.is_some(),
+            blocks_per_checkpoint: techniques.checkpoint.unwrap_or(1),
             mlp_tile: techniques.mlp_tile,
             norm_tile: techniques.norm_tile,
             loss_tile: techniques.loss_tile,
@@ -74,6 +78,17 @@ fn measure(setup: &Setup) -> Vec<[usize; 3]> {
             Some(fsdp) => fsdp.shard(Llama::undrawn(&config, &parallel, &device).expect("a model"))?,
             None => Llama::init(&config, &parallel, &device).expect("a model"),
         };
+        let engine = techniques.offload.map(|plan| {
+            let config =
+                OffloadConfig::new().with_in_flight(plan.in_flight).with_policy(match (plan.every, plan.keep) {
+                    (every, 0) => OffloadPolicy::Every(every),
+                    (_, keep) => OffloadPolicy::Budget(keep),
+                });
+            Offload::new(config.with_host_budget(None)).expect("an engine")
+        });
+        if let Some(engine) = &engine {
+            model = model.offload(engine);
+        }
         let mut optimizer = ShardedOptimizer::new(AdamWConfig::new().build(), StatePlace::Device);
         let ids = |row: usize| (0..*seq_len).map(|at| ((at * at + row) % shape.vocab) as i64).collect();
         let rows: Vec<Vec<i64>> = (0..*batch).map(ids).collect();
@@ -130,6 +145,7 @@ fn grid() -> Vec<(String, Setup)> {
         optimizer: Place::Device,
     };
     let on = Techniques { checkpoint: Some(1), mlp_tile: Some(128), norm_tile: Some(256), loss_tile: Some(64), ..off };
+    let offload = OffloadPlan { place: WaitingPlace::Host, in_flight: 2, every: 1, keep: 0 };
     let upipe = |per_stage| Attention::UPipe { per_stage };
     let mut cases = Vec::new();
     let shapes = [
@@ -139,7 +155,7 @@ fn grid() -> Vec<(String, Setup)> {
         ("large vocabulary", model(64, 128, 3, (4, 2, 16), 4000)),
     ];
     for (shape_name, shape) in &shapes {
-        for (ranks, seq_len, batch) in [(1, 2048, 1), (1, 768, 2), (2, 3000, 1), (4, 4096, 1)] {
+        for (ranks, seq_len, batch) in [(1, 1536, 1), (1, 600, 2), (2, 2000, 1), (4, 3072, 1)] {
             for (attention_name, attention) in [
                 ("single", Attention::Single),
                 ("ulysses", Attention::Ulysses),
@@ -154,6 +170,9 @@ fn grid() -> Vec<(String, Setup)> {
                     ("checkpoint", Techniques { checkpoint: Some(1), ..off }),
                     ("tiles", Techniques { checkpoint: None, ..on }),
                     ("all", on),
+                    ("all, two a checkpoint", Techniques { checkpoint: Some(2), ..on }),
+                    ("all, offload", Techniques { offload: Some(offload), ..on }),
+                    ("all, offload every 2nd", Techniques { offload: Some(OffloadPlan { every: 2, ..offload }), ..on }),
                     ("all, fsdp", Techniques { fsdp: true, ..on }),
                 ] {
                     if techniques.fsdp && ranks == 1 {

@@ -1,7 +1,10 @@
 //! What can go wrong, as one type: every error tells what, the numbers, and the remedy.
 
 use std::cell::Cell;
+use std::error::Error as StdError;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any, resume_unwind};
+use std::sync::Arc;
 
 use crate::group::GroupError;
 
@@ -34,6 +37,34 @@ pub enum Error {
         /// What works in its place.
         remedy: String,
     },
+
+    /// A failure of a crate that builds on this one: [`Error::foreign`], [`Error::downcast_ref`].
+    #[error(transparent)]
+    Foreign(Foreign),
+}
+
+/// Another crate's error, on its way through [`raise`] and [`catch`].
+///
+/// Two are equal if they say the same.
+#[derive(Debug, Clone)]
+pub struct Foreign(Arc<dyn StdError + Send + Sync>);
+
+impl fmt::Display for Foreign {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl StdError for Foreign {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source()
+    }
+}
+
+impl PartialEq for Foreign {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.to_string() == other.to_string()
+    }
 }
 
 impl Error {
@@ -45,6 +76,27 @@ impl Error {
     /// An [`Error::Unsupported`].
     pub fn unsupported(operation: &'static str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self::Unsupported { operation, what: what.into(), remedy: remedy.into() }
+    }
+
+    /// An [`Error::Foreign`].
+    ///
+    /// ```
+    /// use burn_context_parallel::{Error, catch, raise};
+    ///
+    /// let full = std::io::Error::from(std::io::ErrorKind::StorageFull);
+    /// let error = catch(|| raise(Error::foreign(full))).unwrap_err();
+    /// assert_eq!(error.downcast_ref::<std::io::Error>().unwrap().kind(), std::io::ErrorKind::StorageFull);
+    /// ```
+    pub fn foreign(error: impl StdError + Send + Sync + 'static) -> Self {
+        Self::Foreign(Foreign(Arc::new(error)))
+    }
+
+    /// The other crate's error, if this is one and of that type.
+    pub fn downcast_ref<E: StdError + 'static>(&self) -> Option<&E> {
+        match self {
+            Self::Foreign(foreign) => foreign.0.downcast_ref(),
+            _ => None,
+        }
     }
 }
 

@@ -101,7 +101,8 @@ pub mod collective;
 pub mod flash;
 pub mod fsdp;
 pub mod group;
+pub mod phase;
 pub mod sequence;
 pub mod vjp;
 
-pub use error::{Error, OrRaise, Result, catch, raise};
+pub use error::{Error, Foreign, OrRaise, Result, catch, raise};

@@ -6,6 +6,7 @@
 //! |---|---|---|
 //! | [`upipe`] | q, k, v and their exchange buffers, each as large as all heads | walks over the heads in stages and reuses the buffers |
 //! | [`checkpoint`] | every intermediate of every block | keeps a block's input and computes the block again |
+//! | [`offload`] | what checkpoints keep, an input a block | lets it wait in host memory or on disk |
 //! | [`tiling`] | feed-forward, norms, and logits as wide as the vocabulary | takes a tile of tokens at a time |
 //! | [`profile`] | | counts the bytes that were really used |
 //! | [`learner`] | | saves a run by step, whole or not at all, and loads it on another mesh |
@@ -88,7 +89,8 @@
 //!
 //! - Flex only, Burn's CPU backend, as [`burn_context_parallel`].
 //! - What is computed twice must give the same twice: dropout inside a checkpointed block or a tile is refused.
-//! - Block inputs are kept on the device: no offload. Weights, gradients and optimizer state are whole on every rank.
+//! - Weights, gradients and optimizer state are whole on every rank, unless they are
+//!   [sharded](burn_context_parallel::fsdp).
 //! - U-Pipe's stages run one after the other: no overlap of exchange and computation.
 //!
 //! # Features
@@ -105,6 +107,7 @@
 
 pub mod checkpoint;
 pub mod learner;
+pub mod offload;
 pub mod plan;
 pub mod profile;
 mod recompute;

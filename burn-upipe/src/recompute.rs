@@ -17,7 +17,9 @@ use burn_context_parallel::attention::{current, scope};
 use burn_context_parallel::buffer::{accumulator, zeros};
 use burn_context_parallel::fsdp::Unit;
 use burn_context_parallel::vjp::{AnyTensor, InputGradients, Inputs, custom_vjp, pullback};
-use burn_context_parallel::{Error, OrRaise, raise};
+use burn_context_parallel::{Error, OrRaise, phase, raise};
+
+use crate::offload::{Kept, Offload, OrGiveUp};
 
 /// How tiles' results become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,10 +38,14 @@ const SAMPLES: usize = 128;
 /// `f` must be a function of its arguments and of tensors without autodiff. It runs twice, so that randomness in it would give
 /// gradients of another function than the one that was computed: what it gives the second time is compared with
 /// the first, and a difference is [raised](burn_context_parallel::raise).
+///
+/// `offload` keeps `x` until then, if there is one.
+#[allow(clippy::too_many_arguments)] // what varies between its few callers
 pub(crate) fn recompute<M, F, const D: usize, const E: usize>(
     name: &'static str,
     module: &M,
     x: Tensor<D>,
+    offload: Option<&Offload>,
     dim: usize,
     tiles: Vec<usize>,
     join: Join,
@@ -64,6 +70,9 @@ where
     let dtypes: Vec<DType> = leaves.iter().map(|leaf| leaf.tensor.dtype()).collect();
     let inputs = Inputs::new().input(&x).leaves(leaves.into_iter().map(|leaf| leaf.tensor));
     let (x, shards) = (x.inner(), module.valid());
+    // Copied while the module computes.
+    let given_up = OrGiveUp(offload);
+    let kept = Kept::new(&x, offload).or_raise();
     let module = unit.gather(&shards).or_raise();
     let mut witness = None;
     let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
@@ -77,17 +86,22 @@ where
     }
     let y = joined.finish();
     let witness = witness.expect("there is at least one tile");
-    drop(module);
+    drop((module, x, given_up));
 
     custom_vjp(inputs, y, move |dy: Tensor<E>| {
         scope(context, || {
             let (mut total, mut whole_dy) = (Total::default(), Some(dy));
             let whole = tiles.iter().sum();
+            // Before the weights are waited for: what comes next may come meanwhile.
+            let x = kept.get().or_raise();
             let module = unit.gather(&shards).or_raise();
             for (i, start, len) in starts(&tiles) {
                 let x = tile(x.clone(), dim, start, len).autodiff().require_grad();
                 let module = module.clone().train();
-                let y = f(&module, x.clone(), i);
+                let y = {
+                    let _phase = phase::enter("recompute", None);
+                    f(&module, x.clone(), i)
+                };
                 if i == 0 {
                     witness.check(name, &y);
                 }
@@ -103,7 +117,7 @@ where
                 total.add_parameters(&module, &mut gradients);
             }
             // Freed before gradients are copied for their way.
-            drop(module);
+            drop((module, x, kept));
             total.into_gradients(&dtypes, &unit)
         })
     })
@@ -181,7 +195,7 @@ fn write<const E: usize>(whole: Tensor<E>, dim: usize, start: usize, part: Tenso
 
 /// Gradients summed over tiles.
 #[derive(Default)]
-struct Total {
+pub(crate) struct Total {
     input: Option<AnyTensor>,
     parameters: Vec<Option<AnyTensor>>,
 }
@@ -211,7 +225,7 @@ impl Total {
         self.input = Some(write(total, dim, start, dx).into_dispatch());
     }
 
-    fn add_parameters<M: Module>(&mut self, module: &M, gradients: &mut Gradients) {
+    pub fn add_parameters<M: Module>(&mut self, module: &M, gradients: &mut Gradients) {
         struct Add<'a> {
             total: &'a mut Vec<Option<AnyTensor>>,
             gradients: &'a mut Gradients,
@@ -243,23 +257,29 @@ impl Total {
         module.visit(&mut Add { total: &mut self.parameters, gradients, seen: Vec::new() });
     }
 
-    /// The gradients of what the module holds, shards where it holds shards, in its types.
+    /// The input's gradient, and those of what the module holds.
     fn into_gradients(mut self, dtypes: &[DType], unit: &Unit) -> InputGradients {
+        let input = self.input.take();
+        std::iter::once(input).chain(self.into_parameters(dtypes, unit)).collect()
+    }
+
+    /// The gradients of what the module holds, shards where it holds shards, in its types.
+    pub fn into_parameters(mut self, dtypes: &[DType], unit: &Unit) -> InputGradients {
         self.parameters.resize_with(dtypes.len(), || None);
-        let parameters = unit.reduce(self.parameters).or_raise().into_iter().zip(dtypes).map(|(grad, dtype)| {
+        let cast = |(grad, dtype): (Option<AnyTensor>, &DType)| {
             grad.map(|grad| if grad.dtype() == *dtype { grad } else { Dispatch::float_cast(grad, (*dtype).into()) })
-        });
-        std::iter::once(self.input).chain(parameters).collect()
+        };
+        unit.reduce(self.parameters).or_raise().into_iter().zip(dtypes).map(cast).collect()
     }
 }
 
-struct Leaf {
-    tensor: AnyTensor,
-    autodiff: bool,
+pub(crate) struct Leaf {
+    pub tensor: AnyTensor,
+    pub autodiff: bool,
 }
 
 /// The module's float parameters, each once, in visiting order.
-fn leaves<M: Module>(name: &'static str, module: &M) -> Vec<Leaf> {
+pub(crate) fn leaves<M: Module>(name: &'static str, module: &M) -> Vec<Leaf> {
     struct Collect {
         name: &'static str,
         seen: Vec<ParamId>,
@@ -289,12 +309,12 @@ fn leaves<M: Module>(name: &'static str, module: &M) -> Vec<Leaf> {
 }
 
 /// A few elements of a result, to tell whether the recomputation gives the same.
-struct Witness {
+pub(crate) struct Witness {
     samples: Vec<f32>,
 }
 
 impl Witness {
-    fn of<const E: usize>(y: &Tensor<E>) -> Self {
+    pub fn of<const E: usize>(y: &Tensor<E>) -> Self {
         let dims = y.dims();
         let len: usize = dims.iter().product();
         let count = SAMPLES.min(len);
@@ -317,7 +337,7 @@ impl Witness {
     }
 
     /// Rounding may differ (a backend can choose other kernels under autodiff); another random mask is of another size.
-    fn check<const E: usize>(&self, name: &'static str, y: &Tensor<E>) {
+    pub fn check<const E: usize>(&self, name: &'static str, y: &Tensor<E>) {
         let tolerance = if matches!(y.dtype(), DType::F32 | DType::F64) { 1e-3 } else { 1e-2 };
         let again = Self::of(&y.clone().inner());
         let largest = self.samples.iter().chain(&again.samples).fold(0f32, |max, value| max.max(value.abs()));
@@ -336,7 +356,7 @@ impl Witness {
     }
 }
 
-fn captured(name: &'static str) -> Error {
+pub(crate) fn captured(name: &'static str) -> Error {
     Error::invalid(
         name,
         "the function gave a tracked result from untracked inputs",

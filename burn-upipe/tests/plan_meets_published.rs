@@ -179,7 +179,7 @@ fn everything_else_side_by_side() {
     let all = alst(llama(), 1, 8);
     let loss = Techniques { mlp_tile: None, norm_tile: None, offload: None, ..all.techniques };
     let nothing = Techniques { loss_tile: None, attention: Attention::Single, ..loss };
-    let host = OffloadPlan { place: WaitingPlace::Host, in_flight: 2, every: 1 };
+    let host = OffloadPlan { place: WaitingPlace::Host, in_flight: 2, every: 1, keep: 0 };
     let with = |ranks: usize, ulysses: usize, techniques: Techniques| {
         let mesh = MeshShape { data: ranks / ulysses, ulysses, ..MeshShape::default() };
         longest(&Setup { mesh, techniques, ..alst(llama(), 1, ranks) }, &h100(ranks), None).unwrap().seq_len

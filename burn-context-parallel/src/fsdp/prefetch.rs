@@ -16,7 +16,7 @@ use burn::tensor::Tensor;
 use super::unit::{Entry, Unit, exchange};
 use super::{Fsdp, Shared, lock};
 use crate::group::ProcessGroup;
-use crate::{Error, Result};
+use crate::{Error, Result, phase};
 
 type Parts = Vec<Vec<Tensor<1>>>;
 
@@ -65,7 +65,7 @@ impl Prefetch {
         // Without the handle of what is shared: a thread must not keep it alive.
         let fetch = std::thread::Builder::new().name("fsdp prefetch".into()).spawn({
             let outgoing = unit.outgoing(compute);
-            move || exchange(&channel, outgoing)
+            phase::carried(move || exchange(&channel, outgoing))
         });
         match fetch {
             Ok(thread) => self.running = Some((key, thread)),

@@ -2,7 +2,7 @@
 
 use burn::tensor::Device;
 
-use crate::{Error, Result};
+use crate::{Error, Result, phase};
 
 use super::ProcessGroup;
 use super::call::{Argument, Call, Operation, ReduceOp};
@@ -62,6 +62,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return unpack_all(parts, home.as_ref());
         }
+        let _phase = phase::enter(operation.name(), None);
         let parts = self.prepare_all(parts.into_iter().map(Some).collect())?;
         let call = Call { dtype, shapes: Some(vec![shape]), ..self.begin::<T>(operation) };
         let parts = exchange_counted(&*self.transport, &call, parts)?;
@@ -110,6 +111,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return parts.into_iter().map(unpack).collect();
         }
+        let _phase = phase::enter(operation.name(), None);
         let parts = self.prepare_all(parts)?;
         let argument = self.about.map(Argument::About);
         let call = Call { dtype, argument, expects: Some(expected.to_vec()), ..self.begin::<T>(operation) };
@@ -148,6 +150,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(vec![T::unpack(part, home.as_ref())?]);
         }
+        let _phase = phase::enter(operation.name(), None);
         let own = part.clone();
         let part = self.transport.prepare(part)?;
         let mut call = Call {
@@ -185,6 +188,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return T::unpack(parts.remove(0), home.as_ref());
         }
+        let _phase = phase::enter(operation.name(), None);
         let parts = parts.into_iter().map(|part| self.transport.prepare(part));
         let parts = parts.collect::<Result<Vec<_>>>()?;
         let call = Call {
@@ -233,6 +237,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return T::unpack(value, home.as_ref());
         }
+        let _phase = phase::enter(operation.name(), None);
         let value = self.transport.prepare(value)?;
         let call = Call {
             dtype: Some(value.dtype()),
@@ -277,6 +282,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return value.map_or_else(|| unreachable!("just checked"), |v| T::unpack(v, home.as_ref()));
         }
+        let _phase = phase::enter(operation.name(), None);
         let call = Call {
             dtype: value.as_ref().map(Parcel::dtype),
             dims: value.as_ref().map(|value| value.shape().len()).or(T::DIMS),
@@ -304,6 +310,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return T::unpack(value, home.as_ref());
         }
+        let _phase = phase::enter(Operation::Shift.name(), None);
         let value = self.transport.prepare(value)?;
         let steps = by.rem_euclid(self.size() as isize);
         let call = Call {
@@ -329,6 +336,7 @@ impl ProcessGroup {
         if self.size() == 1 {
             return Ok(());
         }
+        let _phase = phase::enter(Operation::Barrier.name(), None);
         self.transport.counters().called(Operation::Barrier);
         let call = Call { sequence: self.transport.begin(), ..Call::new(Operation::Barrier) };
         self.transport.barrier(&call)

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 
 use super::call::Operation;
+use crate::phase;
 
 /// What one operation has moved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -73,6 +74,7 @@ impl Counters {
             count.sent += sent;
             count.received += received;
         });
+        phase::moved(sent, received);
     }
 
     /// What was counted so far.

@@ -9,10 +9,15 @@
 //!
 //! arXiv 1604.06174, 2205.05198.
 
+mod group;
+
 use burn::module::Module;
 use burn::tensor::Tensor;
 
+use crate::offload::Offload;
 use crate::recompute::{Join, recompute};
+
+pub use group::forward_group;
 
 /// A module whose intermediates are not kept: `forward` keeps its input only.
 ///
@@ -49,6 +54,11 @@ impl<M: Module + 'static> Checkpointed<M> {
         self
     }
 
+    /// Whether it is on.
+    pub fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
     /// `f(inner, x)`, with nothing kept for the backward pass but `x`.
     ///
     /// `f` runs again in the backward pass. It may capture tensors without autodiff only. The sequence scope in which this is
@@ -71,11 +81,26 @@ impl<M: Module + 'static> Checkpointed<M> {
     where
         F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + 'static,
     {
+        self.forward_kept(x, None, f)
+    }
+
+    /// [`forward`](Self::forward), with `x` kept by an engine.
+    pub(crate) fn forward_kept<const D: usize, const E: usize, F>(
+        &self,
+        x: Tensor<D>,
+        offload: Option<&Offload>,
+        f: F,
+    ) -> Tensor<E>
+    where
+        F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + 'static,
+    {
         if !self.enabled {
             return f(&self.inner, x);
         }
         // One tile along a dim that does not exist: the whole.
-        recompute("Checkpointed::forward", &self.inner, x, D.max(E), vec![1], Join::Concat, move |m, x, _| f(m, x))
+        recompute("Checkpointed::forward", &self.inner, x, offload, D.max(E), vec![1], Join::Concat, move |m, x, _| {
+            f(m, x)
+        })
     }
 }
 

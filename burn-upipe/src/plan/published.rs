@@ -28,7 +28,7 @@ impl Techniques {
             mlp_tile: Some(MLP_TILE),
             norm_tile: Some(NORM_TILE),
             loss_tile: Some(LOSS_TILE),
-            offload: Some(OffloadPlan { place: WaitingPlace::Host, in_flight: 2, every: 1 }),
+            offload: Some(OffloadPlan { place: WaitingPlace::Host, in_flight: 2, every: 1, keep: 0 }),
             fsdp: true,
             ..Self::none()
         }

@@ -43,8 +43,10 @@ pub struct OffloadPlan {
     pub place: WaitingPlace,
     /// How many are on their way at once, K.
     pub in_flight: usize,
-    /// Every how many blocks: 1 for all.
+    /// Every how many checkpoints: 1 for all.
     pub every: usize,
+    /// Bytes of saved inputs that stay on the device; the newest do.
+    pub keep: usize,
 }
 
 /// What makes the step small.

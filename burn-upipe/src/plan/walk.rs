@@ -132,7 +132,9 @@ impl Walk<'_> {
     /// Whether a saved input leaves the device.
     fn leaves(&self, segment: usize) -> Option<OffloadPlan> {
         let offload = self.setup.techniques.offload.filter(|_| self.setup.techniques.checkpoint.is_some())?;
-        (segment % offload.every.max(1) == 0).then_some(offload)
+        let newer = self.segments().len() - segment - 1;
+        let stays = newer < offload.keep / self.block.e.max(1);
+        (segment % offload.every.max(1) == 0 && !stays).then_some(offload)
     }
 
     fn waiting(&self) -> (usize, usize) {

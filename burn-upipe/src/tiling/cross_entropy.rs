@@ -8,7 +8,7 @@ use burn_context_parallel::attention::current;
 use burn_context_parallel::group::{ProcessGroup, ReduceOp};
 use burn_context_parallel::sequence::IGNORE_INDEX;
 use burn_context_parallel::vjp::{Inputs, beside, custom_vjp};
-use burn_context_parallel::{Error, Result, catch, raise};
+use burn_context_parallel::{Error, Result, catch, phase, raise};
 
 use super::tiles;
 use crate::recompute::{Join, recompute};
@@ -254,8 +254,12 @@ where
         }
         summed(logits, targets)
     };
-    let sum =
-        catch(|| if tile.is_some() { recompute(NAME, module, x, 1, cut, Join::Sum, f) } else { f(module, x, 0) })?;
+    let sum = catch(|| {
+        phase::around("loss", None, x, |x| match tile {
+            Some(_) => recompute(NAME, module, x, None, 1, cut, Join::Sum, f),
+            None => f(module, x, 0),
+        })
+    })?;
     Ok((sum, valid))
 }
 

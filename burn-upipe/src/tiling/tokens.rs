@@ -3,6 +3,7 @@
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn_context_parallel::attention::current;
+use burn_context_parallel::phase;
 
 use crate::recompute::{Join, even_tiles, recompute};
 
@@ -42,7 +43,7 @@ pub fn even_bytes(batch: usize, local: usize, tile: usize, width: usize, size: u
 }
 
 macro_rules! tiled {
-    ($(#[$doc:meta])* $name:ident) => {
+    ($(#[$doc:meta])* $name:ident, $phase:literal) => {
         $(#[$doc])*
         #[derive(Module, Debug)]
         pub struct $name<M> {
@@ -77,19 +78,22 @@ macro_rules! tiled {
             where
                 F: Fn(&M, Tensor<3>) -> Tensor<3> + Send + 'static,
             {
-                let Some(tile) = self.tile else {
-                    return f(&self.inner, x);
-                };
-                let cut = tiles(x.dims()[SEQUENCE], tile);
-                recompute(
-                    concat!(stringify!($name), "::forward"),
-                    &self.inner,
-                    x,
-                    SEQUENCE,
-                    cut,
-                    Join::Concat,
-                    move |module, x, _| f(module, x),
-                )
+                phase::around($phase, None, x, |x| {
+                    let Some(tile) = self.tile else {
+                        return f(&self.inner, x);
+                    };
+                    let cut = tiles(x.dims()[SEQUENCE], tile);
+                    recompute(
+                        concat!(stringify!($name), "::forward"),
+                        &self.inner,
+                        x,
+                        None,
+                        SEQUENCE,
+                        cut,
+                        Join::Concat,
+                        move |module, x, _| f(module, x),
+                    )
+                })
             }
         }
     };
@@ -111,7 +115,7 @@ tiled!(
     /// let grads = y.sum().backward();
     /// assert!(mlp.inner.weight.val().grad(&grads).is_some());
     /// ```
-    TiledMlp
+    TiledMlp, "mlp"
 );
 tiled!(
     /// A normalisation over tiles of tokens.
@@ -126,5 +130,5 @@ tiled!(
     /// let y = norm.forward(Tensor::<3>::ones([1, 5, 4], &device), |norm: &RmsNorm, x| norm.forward(x));
     /// assert_eq!(y.dims(), [1, 5, 4]);
     /// ```
-    TiledNorm
+    TiledNorm, "norm"
 );

@@ -7,6 +7,7 @@ use burn_context_parallel::attention::{
 use burn_context_parallel::buffer::{accumulator, zeros};
 use burn_context_parallel::flash::{self, FlashOptions};
 use burn_context_parallel::group::ProcessGroup;
+use burn_context_parallel::phase::{self, Pass};
 use burn_context_parallel::sequence::SequenceLayout;
 use burn_context_parallel::vjp::{InputGradients, Inputs, custom_vjp};
 use burn_context_parallel::{Error, OrRaise, Result};
@@ -113,7 +114,8 @@ impl Run {
         let mut held = Held::default();
         let mut out: Option<Tensor<4>> = None;
         let mut lses = Vec::with_capacity(self.schedule.stages().len());
-        for stage in self.schedule.stages() {
+        for (index, stage) in self.schedule.stages().iter().enumerate() {
+            let _phase = phase::pass("stage", Some(index), Pass::Forward);
             let (q, shape) = self.gather_queries(stage, source)?;
             self.arrive(stage, source, &mut held)?;
             let (part, lse) = match q {
@@ -149,7 +151,8 @@ impl Run {
         let mut held = Held::default();
         let mut sums = Sums::default();
         let rank = self.group.rank();
-        for (stage, lse) in self.schedule.stages().iter().zip(lses) {
+        for (index, (stage, lse)) in self.schedule.stages().iter().zip(lses).enumerate() {
+            let _phase = phase::pass("stage", Some(index), Pass::Backward);
             let (q, shape) = self.gather_queries(stage, &source)?;
             self.arrive(stage, &source, &mut held)?;
             let delta = self.gather_delta(stage, &d_out, &out)?;

@@ -7,7 +7,7 @@ use burn::tensor::{Device, Tensor};
 use burn_context_parallel::attention::{SequenceContext, current, ulysses};
 use burn_context_parallel::flash::{FlashOptions, flash_attention};
 use burn_context_parallel::sequence::{RotaryFrequencies, apply_rotary};
-use burn_context_parallel::{Error, OrRaise, Result};
+use burn_context_parallel::{Error, OrRaise, Result, phase};
 
 use super::{HeadNorm, Projection, ProjectionWeights, Schedule, upipe};
 
@@ -253,19 +253,21 @@ impl UPipeAttention {
                 format!("pass [B, L, {expected}]"),
             ));
         }
+        if self.settings.scheme == AttentionScheme::Single && context.group().size() > 1 {
+            return Err(Error::invalid(
+                NAME,
+                format!("AttentionScheme::Single in a group of {} ranks", context.group().size()),
+                "use Ulysses or UPipe, or give one rank the whole sequence",
+            ));
+        }
         let Settings { heads, head_dim, .. } = self.settings;
-        let out = match self.settings.scheme {
-            AttentionScheme::Single if context.group().size() > 1 => {
-                return Err(Error::invalid(
-                    NAME,
-                    format!("AttentionScheme::Single in a group of {} ranks", context.group().size()),
-                    "use Ulysses or UPipe, or give one rank the whole sequence",
-                ));
-            }
-            AttentionScheme::Single | AttentionScheme::Ulysses => self.whole(x, context)?,
-            AttentionScheme::UPipe { .. } => self.staged(x, context)?,
-        };
-        Ok(self.o_proj.forward(out.reshape([batch, local, heads * head_dim])))
+        phase::try_around("attention", None, x, |x| {
+            let out = match self.settings.scheme {
+                AttentionScheme::Single | AttentionScheme::Ulysses => self.whole(x, context)?,
+                AttentionScheme::UPipe { .. } => self.staged(x, context)?,
+            };
+            Ok(self.o_proj.forward(out.reshape([batch, local, heads * head_dim])))
+        })
     }
 
     /// q, k, v as wholes: [B, L, H, D].

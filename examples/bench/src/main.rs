@@ -6,12 +6,14 @@
 //! cargo run --release -p bench -- flash [--seq-len N ..]
 //! cargo run --release -p bench -- masks [--seq-len N ..] [--window N]
 //! cargo run --release -p bench -- memory [--seq-len N ..] [--svg FILE]
+//! cargo run --release -p bench -- longest [--gib N] [--svg FILE]
 //! ```
 //!
 //! Results are compared before anything is timed. Sides take turns, so that what else the machine does meets all of them alike;
 //! times are medians. Memory is counted by the allocator: the most heap bytes alive above those at the start, of all ranks.
 
 mod flash;
+mod longest;
 mod masks;
 mod measure;
 mod memory;
@@ -47,6 +49,11 @@ enum What {
     Masks(masks::Args),
     /// The memory of one training step, with one technique after the other.
     Memory(memory::Args),
+    /// The longest sequence under a limit of memory, with one technique after the other: measured beside planned.
+    Longest(longest::Args),
+    /// One step of finetune: what `longest` starts.
+    #[command(hide = true)]
+    One(longest::One),
 }
 
 /// Ends with status 2, for a request that makes no sense.
@@ -60,6 +67,8 @@ fn main() -> ExitCode {
         What::Flash(args) => flash::run(&args),
         What::Masks(args) => masks::run(&args),
         What::Memory(args) => memory::run(&args),
+        What::Longest(args) => longest::run(&args),
+        What::One(args) => longest::one(&args),
     };
     let written = match result {
         Ok(report) => writeln!(io::stdout(), "{report}"),

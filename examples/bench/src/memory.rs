@@ -80,6 +80,7 @@ impl Side {
                 _ => AttentionScheme::Single,
             },
             checkpoint: tiles || self == Self::Checkpoint,
+            blocks_per_checkpoint: 1,
             mlp_tile: tiles.then_some(256),
             norm_tile: tiles.then_some(256),
             loss_tile: tiles.then_some(256),
@@ -187,7 +188,7 @@ fn burn_loss(model: &Llama, shard: &Shard) -> Result<TokenLoss> {
     let mut x = embedding(model.embed_tokens.weight.val(), shard.tokens.clone().inner().autodiff());
     let table = context.rotary(&config.frequencies()?, x.dtype(), &x.device());
     for layer in &model.layers {
-        let block = &layer.inner;
+        let block = &layer.inner.inner;
         x = x.clone() + burn_attention(model, &block.self_attn, block.input_layernorm.inner.forward(x), &table);
         x = x.clone() + block.mlp.inner.forward(block.post_attention_layernorm.inner.forward(x));
     }

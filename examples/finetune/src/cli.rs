@@ -9,9 +9,10 @@ use clap::{CommandFactory, FromArgMatches, Parser};
 
 use crate::config;
 use crate::error::{Error, Result};
+use crate::offload::OffloadTo;
 use crate::values::{
-    Clip, DataOrder, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, at_least, mesh, not_negative,
-    positive, seed,
+    Bytes, Clip, DataOrder, Packing, Precision, Schedule, Scheme, Steps, Switch, Tile, TokensFrom, at_least, mesh,
+    not_negative, positive, seed,
 };
 
 const AFTER: &str = "\
@@ -20,7 +21,7 @@ Text: files of UTF-8, each a document; *.jsonl with an object a line, {\"text\":
 All tokens follow each other in file order and are cut into sequences of --seq-len; S tokens give S - 1 targets.
 
 A step trains on --batch x --accumulate sequences, all ranks together on each of them, or under --mesh on the replicas' parts: ranks,
-mesh, scheme, tiles and checkpoints change memory and time only, losses are the same.
+mesh, scheme, tiles, checkpoints and offload change memory and time only, losses are the same.
 
 A checkpoint holds weights, optimizer and the place in the data. It is saved at the end, every --save-every steps, when a file
 save-now appears in the output folder, and on SIGINT (Ctrl-C) or SIGTERM, which end the run after the step at hand; a second signal
@@ -110,6 +111,30 @@ pub struct Args {
     /// Recompute blocks in the backward pass.
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub checkpoint: Switch,
+    /// Blocks that are recomputed together, from the first one's input.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub blocks_per_checkpoint: usize,
+    /// Where block inputs wait for the backward pass. Losses are the same.
+    #[arg(long, value_enum, default_value_t = OffloadTo::None)]
+    pub offload: OffloadTo,
+    /// Offload the first of every N block inputs only. Default: all.
+    #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub offload_every: Option<usize>,
+    /// Offload only block inputs beyond this on the device, over all ranks; 1073741824, 1GiB.
+    #[arg(long, value_name = "BYTES", allow_negative_numbers = true)]
+    pub offload_budget: Option<Bytes>,
+    /// Host memory for them, over all ranks. Default: what machine and control group have left when training starts.
+    #[arg(long, value_name = "BYTES", allow_negative_numbers = true)]
+    pub offload_host_budget: Option<Bytes>,
+    /// A folder for a file without a name: of --offload disk, or where host memory does not suffice. Default with disk: --out.
+    #[arg(long, value_name = "DIR")]
+    pub offload_dir: Option<PathBuf>,
+    /// Disk for them, over all ranks. Default: as much as there is.
+    #[arg(long, value_name = "BYTES", allow_negative_numbers = true)]
+    pub offload_disk_budget: Option<Bytes>,
+    /// Block inputs on a device at a time because of offload; 1 fetches none ahead. Default: 2.
+    #[arg(long, value_name = "K", value_parser = at_least::<1>, allow_negative_numbers = true)]
+    pub offload_in_flight: Option<usize>,
     /// Tokens a tile of the feed-forward.
     #[arg(long, value_name = "N|auto|off", allow_negative_numbers = true, default_value = "auto")]
     pub mlp_tile: Tile,
@@ -138,6 +163,13 @@ pub struct Args {
     /// How many checkpoints stay, the newest ones.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = at_least::<1>, allow_negative_numbers = true)]
     pub keep: usize,
+    /// Write where time and memory went in some steps to this folder (profile.txt, trace.json, memory.html); and when memory is out,
+    /// what it was full of.
+    #[arg(long, value_name = "DIR")]
+    pub profile: Option<PathBuf>,
+    /// The steps of --profile. Default: 2-3, the first one draws and allocates what stays.
+    #[arg(long, value_name = "A-B|A,B,..", allow_negative_numbers = true)]
+    pub profile_steps: Option<Steps>,
     /// Values for any of these, by the same names (seq-len = 8192); what is typed here wins.
     #[arg(long, value_name = "FILE.toml")]
     pub config: Option<PathBuf>,

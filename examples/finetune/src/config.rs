@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use burn_upipe::offload::OffloadPolicy;
 use clap::CommandFactory;
 use toml::Value;
 use toml::de::{DeTable, DeValue};
@@ -161,6 +162,25 @@ pub(crate) fn resolved(plan: &Plan) -> String {
         set("heads-per-stage", number(schedule.per_stage()));
     }
     set("checkpoint", text(word(if plan.parallel.checkpoint { Switch::On } else { Switch::Off })));
+    set("blocks-per-checkpoint", number(plan.parallel.blocks_per_checkpoint));
+    set("offload", text(word(args.offload)));
+    if let Some(offload) = &plan.offload {
+        match offload.policy {
+            OffloadPolicy::Every(every) => set("offload-every", number(every)),
+            OffloadPolicy::Budget(bytes) => set("offload-budget", number(bytes)),
+            OffloadPolicy::All | OffloadPolicy::None => {}
+        }
+        if let Some(bytes) = offload.host_budget {
+            set("offload-host-budget", number(bytes));
+        }
+        if let Some(folder) = &offload.folder {
+            set("offload-dir", path(folder));
+        }
+        if let Some(bytes) = offload.disk_budget {
+            set("offload-disk-budget", number(usize::try_from(bytes).unwrap_or(usize::MAX)));
+        }
+        set("offload-in-flight", number(offload.in_flight));
+    }
     set("mlp-tile", tile(plan.parallel.mlp_tile));
     set("norm-tile", tile(plan.parallel.norm_tile));
     set("loss-tile", tile(plan.parallel.loss_tile));

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use burn_context_parallel::group::LaunchError;
 use burn_upipe::learner::checkpoint::CheckpointError;
+use burn_upipe::plan::PlanError;
 use llama::LlamaError;
 
 use crate::cli::one_line;
@@ -39,6 +40,9 @@ pub enum Error {
         /// What to type.
         remedy: String,
     },
+    /// The planner does not know such a step.
+    #[error("the planner: {0}")]
+    Planner(#[from] PlanError),
     /// A model whose vocabulary has no place for every byte.
     #[error(
         "--model {}: a vocabulary of {vocab_size} has no room for bytes: use a model with at least 256 token ids, or leave out \
@@ -168,6 +172,7 @@ impl Error {
             Self::Usage(_)
             | Self::Config { .. }
             | Self::Input { .. }
+            | Self::Planner(_)
             | Self::NotByteLevel { .. }
             | Self::Tokenizer { .. }
             | Self::Template { .. }

@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::corpus::Corpus;
 use crate::deal::rounds;
+use crate::memory;
 use crate::plan::{LR_MODEL, LR_SCRATCH, ModelSource, OutFolder, Plan, STEPS};
 use crate::values::{DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Tile};
 
@@ -72,9 +73,21 @@ impl fmt::Display for Plan {
         line("attention", self.attention())?;
         line(
             "checkpoint",
-            match self.parallel.checkpoint {
-                true => "on: a block keeps its input only, and runs again in the backward pass".to_owned(),
-                false => "off: a block keeps all its intermediates".to_owned(),
+            match (self.parallel.checkpoint, self.parallel.blocks_per_checkpoint) {
+                (true, 1) => "on: a block keeps its input only, and runs again in the backward pass".to_owned(),
+                (true, blocks) => {
+                    format!(
+                        "on: {blocks} blocks keep the first one's input only, and run again together in the backward pass"
+                    )
+                }
+                (false, _) => "off: a block keeps all its intermediates".to_owned(),
+            },
+        )?;
+        line(
+            "offload",
+            match &self.offload {
+                Some(offload) => offload.to_string(),
+                None => "none: block inputs stay on the device (no --offload)".to_owned(),
             },
         )?;
         for (name, asked, tile) in [
@@ -106,7 +119,11 @@ impl fmt::Display for Plan {
                 },
             )?;
         }
-        line("peak", "heap bytes of this process: the sum over all its ranks".to_owned())?;
+        if !self.eval {
+            line("memory", memory::line(self))?;
+        }
+        let away = if self.offload.is_some() { "; without what offload has in host memory" } else { "" };
+        line("peak", format!("heap bytes of this process: the sum over all its ranks{away}"))?;
         line(
             "out",
             match &self.out {
@@ -124,6 +141,10 @@ impl fmt::Display for Plan {
         }
         if !self.eval {
             line("checkpoints", self.checkpoints())?;
+        }
+        if let Some(profile) = &self.profile {
+            let (steps, folder) = (&profile.steps, profile.folder.display());
+            line("profile", format!("of steps {steps}, in {folder}; if memory is out, what it was full of"))?;
         }
         Ok(())
     }

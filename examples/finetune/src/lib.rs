@@ -20,6 +20,9 @@
 //! | `model/` | the weights as transformers loads them, with the tokenizer |
 //! | `checkpoints/` | what `--resume` goes on from |
 //!
+//! `--profile DIR` writes where time and memory went in some steps: a table, a trace and a picture
+//! ([`burn_upipe::profile`]); and `out-of-memory.txt`, what memory was full of when there was none left.
+//!
 //! ```
 //! use finetune::{Args, Plan};
 //!
@@ -48,11 +51,14 @@ mod explain;
 mod files;
 mod guard;
 mod json;
+mod memory;
 mod metrics;
+mod offload;
 mod order;
 mod out;
 mod picture;
 mod plan;
+mod profile;
 mod progress;
 mod ranks;
 mod resume;
@@ -82,8 +88,9 @@ pub use eval::{Evaluation, evaluate};
 pub use files::TextError;
 pub use guard::quiet_guarded_panics;
 pub use metrics::{StepMetrics, Table};
+pub use offload::{OffloadPlan, OffloadTo};
 pub use order::Order;
-pub use plan::{ModelSource, OutFolder, Plan};
+pub use plan::{ModelSource, OutFolder, Plan, Profile};
 pub use progress::Voice;
 pub use resume::Difference;
 pub use saving::Saving;
@@ -91,7 +98,9 @@ pub use schedule::LearningRate;
 pub use start::{Start, initial};
 pub use tokens::{FolderTokenizer, Tokens};
 pub use train::{Event, Halt, Trained, train};
-pub use values::{Clip, DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom};
+pub use values::{
+    Bytes, Clip, DataOrder, OnRun, Packing, Precision, Schedule, Scheme, Steps, Switch, Tile, TokensFrom,
+};
 
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -187,6 +196,15 @@ fn evaluate_into(plan: &Plan, start: Start, out: Option<PathBuf>, voice: &Voice)
     Ok(Summary { out, steps: Vec::new(), evaluation: Some(evaluation), end: End::Complete })
 }
 
+/// The bytes that the planner says a rank will hold at the peak of a step.
+///
+/// # Errors
+///
+/// As [`run`], and [`Error::Planner`] if the planner does not know such a step.
+pub fn planned_peak(args: &Args) -> Result<usize> {
+    Ok(memory::planned(&Plan::new(args)?)?.0)
+}
+
 fn train_into(
     plan: &Plan,
     start: Option<Start>,
@@ -255,10 +273,14 @@ fn train_into(
         })
     };
     drop(guard);
+    if let Some(profile) = plan.profile.as_ref().filter(|_| trained.is_ok()) {
+        let (steps, folder) = (&profile.steps, profile.folder.display());
+        voice.line(&format!("profile of steps {steps} in {folder}: profile.txt, trace.json, memory.html"));
+    }
     let steps = std::mem::take(&mut *steps.lock().unwrap_or_else(PoisonError::into_inner));
     // Also of a run that failed: what was so far is worth a look then.
     let drawn = picture::loss_curve(&curve, &steps);
-    let Trained { steps: done, stopped, halt, weights, checkpoint } = trained?;
+    let Trained { steps: done, stopped, halt, weights, memory: counted, checkpoint } = trained?;
 
     let folder = weights.transpose()?;
     if let Some(halt) = halt {
@@ -266,6 +288,9 @@ fn train_into(
     }
     checkpoint.transpose().map_err(Error::NotSaved)?;
     drawn?;
+    if let Some(counted) = counted {
+        voice.line(&memory::beside(plan, counted));
+    }
     if stopped {
         voice.line(&format!("\nstopped after step {done} of {total}, as asked: --resume goes on"));
         return Ok(Summary { out: Some(out), steps, evaluation: None, end: End::Stopped(done) });

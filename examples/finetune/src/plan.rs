@@ -16,11 +16,13 @@ use crate::corpus::Corpus;
 use crate::documents::Documents;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::offload::OffloadPlan;
 use crate::order::Order;
 use crate::out;
+use crate::profile;
 use crate::schedule::LearningRate;
 use crate::tokens::{BYTES, Tokens};
-use crate::values::{OnRun, Packing, Precision, Schedule, Scheme, Switch, Tile, TokensFrom, mesh_word};
+use crate::values::{OnRun, Packing, Precision, Schedule, Scheme, Steps, Switch, Tile, TokensFrom, mesh_word};
 
 /// Where neither --steps nor --epochs says.
 pub(crate) const STEPS: usize = 40;
@@ -51,6 +53,15 @@ pub enum OutFolder {
     NewUnder(PathBuf),
     /// Nowhere: an evaluation is said, not written.
     Nowhere,
+}
+
+/// Which steps are profiled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Profile {
+    /// Where the profile goes.
+    pub folder: PathBuf,
+    /// The steps.
+    pub steps: Steps,
 }
 
 /// A run, ready to start. A clone shares the text.
@@ -86,6 +97,8 @@ pub struct Plan {
     pub schedule: Option<StageSchedule>,
     /// The techniques in use.
     pub parallel: ParallelConfig,
+    /// Where block inputs wait, if not on the device.
+    pub offload: Option<OffloadPlan>,
     /// Optimizer steps.
     pub steps: usize,
     /// Learning rate of each step.
@@ -108,6 +121,8 @@ pub struct Plan {
     pub save_every: Option<usize>,
     /// Checkpoints that stay.
     pub keep: NonZeroUsize,
+    /// What of it is profiled.
+    pub profile: Option<Profile>,
     /// What was typed, for the reasons.
     args: Args,
 }
@@ -133,6 +148,7 @@ impl Plan {
             None if args.eval => OutFolder::Nowhere,
             None => OutFolder::NewUnder("runs".into()),
         };
+        let offload = OffloadPlan::new(args)?;
         let (model, mut config) = model(args)?;
         let schedule = schedule(args, &config, mesh.ulysses)?;
         let tokens = tokens(args, &config)?;
@@ -158,6 +174,7 @@ impl Plan {
                 Scheme::Upipe => AttentionScheme::UPipe { heads_per_stage: args.heads_per_stage },
             },
             checkpoint: args.checkpoint == Switch::On,
+            blocks_per_checkpoint: blocks_per_checkpoint(args, &config)?,
             mlp_tile: tile(args.mlp_tile, local, largest.mlp_tile),
             norm_tile: tile(args.norm_tile, local, largest.norm_tile),
             loss_tile: tile(args.loss_tile, local, largest.loss_tile),
@@ -181,6 +198,7 @@ impl Plan {
             layout,
             schedule,
             parallel,
+            offload,
             steps,
             rate,
             weight_decay: args.weight_decay,
@@ -192,6 +210,7 @@ impl Plan {
             on_run,
             save_every: args.save_every,
             keep: NonZeroUsize::new(args.keep).unwrap_or(NonZeroUsize::MIN),
+            profile: profile(args, steps)?,
             args: args.clone(),
         })
     }
@@ -343,6 +362,43 @@ fn rate(args: &Args, steps: usize) -> Result<LearningRate> {
     Ok(LearningRate { kind: args.schedule, peak, min: args.min_lr, warmup: args.warmup, steps })
 }
 
+fn profile(args: &Args, steps: usize) -> Result<Option<Profile>> {
+    let Some(folder) = &args.profile else {
+        return match &args.profile_steps {
+            Some(_) => Err(Error::input("--profile-steps without --profile", "name a folder: --profile DIR")),
+            None => Ok(None),
+        };
+    };
+    if args.eval {
+        return Err(Error::input("--profile with --eval", "an evaluation has no steps: leave --profile out"));
+    }
+    let asked = match &args.profile_steps {
+        Some(asked) if asked.last() > steps => {
+            return Err(Error::input(
+                format!("--profile-steps {asked} of {steps} steps"),
+                format!("use steps from 1 to {steps}"),
+            ));
+        }
+        Some(asked) => asked.clone(),
+        None => Steps::range(2.min(steps), 3.min(steps)),
+    };
+    let shown = folder.display();
+    if folder.exists() && !folder.is_dir() {
+        return Err(Error::input(
+            format!("--profile {shown}: not a folder"),
+            "name a folder, or one that is to be made",
+        ));
+    }
+    if let Some(file) = profile::files(folder).into_iter().find(|file| file.exists()) {
+        let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        return Err(Error::input(
+            format!("--profile {shown}: {name} is there already"),
+            "name another folder: no profile is replaced",
+        ));
+    }
+    Ok(Some(Profile { folder: folder.clone(), steps: asked }))
+}
+
 fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<StageSchedule>> {
     let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
     match (args.attention, args.heads_per_stage) {
@@ -357,6 +413,21 @@ fn schedule(args: &Args, config: &LlamaConfig, ranks: usize) -> Result<Option<St
         (_, None) => Ok(None),
         (_, Some(_)) => Err(Error::input("--heads-per-stage without --attention upipe", "leave one of them out")),
     }
+}
+
+fn blocks_per_checkpoint(args: &Args, config: &LlamaConfig) -> Result<usize> {
+    let (blocks, layers) = (args.blocks_per_checkpoint, config.num_hidden_layers);
+    if blocks > 1 && args.checkpoint == Switch::Off {
+        let asked = format!("--blocks-per-checkpoint {blocks} with --checkpoint off");
+        return Err(Error::input(asked, "leave one of them out"));
+    }
+    if blocks > layers {
+        return Err(Error::input(
+            format!("--blocks-per-checkpoint {blocks} of {layers} blocks"),
+            format!("use 1 to {layers}"),
+        ));
+    }
+    Ok(blocks)
 }
 
 /// `largest` suits long sequences; a shorter shard is still cut in four, so that the tiles are at work.
@@ -392,6 +463,7 @@ mod tests {
             ParallelConfig {
                 attention: AttentionScheme::UPipe { heads_per_stage: None },
                 checkpoint: true,
+                blocks_per_checkpoint: 1,
                 mlp_tile: Some(256),
                 norm_tile: Some(256),
                 loss_tile: Some(256),
@@ -456,6 +528,27 @@ mod tests {
     #[case("--save-every 7 --keep 3", "checkpoints  every 7 steps, at the end and on request; the newest 3 stay")]
     #[case("--seq-len 64 --mesh data=2 --batch 2 --eval", "loss over all sequences, 4 at a time")]
     #[case("--seq-len 64 --sequences 3 --batch 2 --eval", "loss over all sequences, 2 at a time")]
+    #[case("", "checkpoint   on: a block keeps its input only, and runs again")]
+    #[case("--blocks-per-checkpoint 3", "checkpoint   on: 3 blocks keep the first one's input only, and run again")]
+    #[case("", "offload      none: block inputs stay on the device (no --offload)")]
+    #[case("--offload host", "all block inputs wait in host memory, at most what is left when training starts; what")]
+    #[case(
+        "--offload host --offload-host-budget 1GiB --offload-every 2 --offload-in-flight 3",
+        "the first of every 2 block inputs waits in host memory, at most 1 GiB over all ranks; what does not fit stays on the \
+         device; at most 3 in flight on each rank"
+    )]
+    #[case(
+        "--offload host --offload-host-budget 0 --offload-dir . --offload-disk-budget 4096",
+        "at most 0 bytes over all ranks; what does not fit in a file in ., at most 4 KiB over all ranks; at most 2 in"
+    )]
+    #[case(
+        "--offload disk --offload-budget 1000",
+        "block inputs beyond 1000 bytes on the device, over all ranks, wait in a file in the output folder; at most 2"
+    )]
+    #[case(
+        "--offload host",
+        "peak         heap bytes of this process: the sum over all its ranks; without what offload has"
+    )]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]
     fn derived_values_are_shown_with_their_reason(#[case] args: &str, #[case] expected: &str) {
         let text = plan(args).unwrap().to_string();

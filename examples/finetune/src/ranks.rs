@@ -8,6 +8,7 @@ use burn_context_parallel::Result as CoreResult;
 use burn_context_parallel::group::{LaunchConfig, Mesh, ProcessGroup, ReduceOp, launch};
 use burn_context_parallel::sequence::Batch;
 use burn_upipe::learner::training::Holding;
+use burn_upipe::profile::heap;
 use llama::{Llama, precision};
 
 use crate::deal::deal;
@@ -28,7 +29,12 @@ pub(crate) fn on_ranks<T: Send + 'static>(
     device: &Device,
     rank: impl Fn(&Plan, Ready, &Mesh) -> RankResult<T> + Send + Sync + 'static,
 ) -> Result<T> {
-    let copies = start.copies(plan.ranks, device);
+    // What is not made in a phase of a rank.
+    let weights = plan.profile.as_ref().map(|_| heap::Phase::new(None, "weights"));
+    let copies = {
+        let _weights = weights.map(heap::phase);
+        start.copies(plan.ranks, device)
+    };
     let start = match start {
         Start::Whole(model) => {
             // Each rank has its own by now: without this the first weights would stay for the length of the run.
@@ -41,9 +47,14 @@ pub(crate) fn on_ranks<T: Send + 'static>(
     let config = LaunchConfig::new(plan.ranks).with_timeout(TIMEOUT);
     let results = launch(config, move |world| {
         let (plan, copies, start, device) = &*shared;
+        // What this rank allocates is counted as its own.
+        let _owned = heap::own(world.rank());
         let mesh = Mesh::new(&world, plan.mesh)?;
         let copy = copies.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let ready = start.on_rank(plan, copy, &mesh, device)?;
+        let ready = {
+            let _weights = weights.map(|weights| (heap::phase(weights), heap::own(world.rank())));
+            start.on_rank(plan, copy, &mesh, device)?
+        };
         rank(plan, ready, &mesh)
     })?;
     Ok(results.into_iter().next().expect("at least one rank"))

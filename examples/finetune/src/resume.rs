@@ -15,12 +15,20 @@ use crate::plan::Plan;
 use crate::values::Schedule;
 
 /// What may differ: who computes, how much memory that takes, and what is kept.
-const FREE: [&str; 11] = [
+const FREE: [&str; 19] = [
     "ranks",
     "mesh",
     "attention",
     "heads-per-stage",
     "checkpoint",
+    "blocks-per-checkpoint",
+    "offload",
+    "offload-every",
+    "offload-budget",
+    "offload-host-budget",
+    "offload-dir",
+    "offload-disk-budget",
+    "offload-in-flight",
     "mlp-tile",
     "norm-tile",
     "loss-tile",

@@ -10,6 +10,7 @@ use burn::optim::{AdamW, GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
 use burn_context_parallel::fsdp::{ShardedOptimizer, StatePlace};
 use burn_context_parallel::group::{Axis, Mesh};
+use burn_context_parallel::phase;
 use burn_upipe::learner::checkpoint::CheckpointError;
 use burn_upipe::learner::stop::Decision;
 use burn_upipe::learner::training::{Holding, restore};
@@ -17,8 +18,10 @@ use burn_upipe::profile::heap;
 use llama::{Llama, adamw_rule, precision};
 
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::metrics::StepMetrics;
 use crate::plan::Plan;
+use crate::profile::{Profiling, RankProfile};
 use crate::ranks::{RankResult, computing, micro_batches, number, on_ranks, sum};
 use crate::saving::{Done, Saving};
 use crate::start::{Ready, Start};
@@ -82,6 +85,8 @@ pub struct Trained {
     /// Where the weights are, of a run that is over: those after the last step, or if training halted, the last ones whose loss and
     /// gradients were finite, or else the initial ones.
     pub weights: Option<Result<PathBuf>>,
+    /// The most bytes that one rank held in a step; `None` if nothing counts.
+    pub memory: Option<usize>,
     /// The last checkpoint, unless training halted.
     pub checkpoint: Option<std::result::Result<PathBuf, CheckpointError>>,
 }
@@ -105,10 +110,18 @@ pub fn train(
 ) -> Result<Trained> {
     let device = Device::flex().autodiff();
     let (report, saving) = (Mutex::new(report), Arc::new(saving));
-    on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
+    let profiling = plan.profile.as_ref().map(Profiling::begin).transpose()?;
+    let ranks = profiling.clone();
+    let trained = on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
         let report = |event| (report.lock().unwrap_or_else(PoisonError::into_inner))(event);
-        Rank { plan, mesh, saving: &saving, device: &device, holding: ready.holding.clone() }.train(ready, report)
-    })
+        let profile = ranks.as_ref().map(|ranks| ranks.rank(mesh.world().rank()));
+        Rank { plan, mesh, saving: &saving, device: &device, holding: ready.holding.clone(), profile: profile.as_ref() }
+            .train(ready, report)
+    });
+    let failure = trained.as_ref().err().map(|error| error as &(dyn std::error::Error + 'static));
+    let written = profiling.map_or(Ok(()), |profiling| profiling.end(failure));
+    let trained = trained?;
+    written.map(|()| trained)
 }
 
 /// One rank of a training.
@@ -118,6 +131,7 @@ struct Rank<'a> {
     saving: &'a Saving,
     device: &'a Device,
     holding: Holding,
+    profile: Option<&'a RankProfile>,
 }
 
 impl Rank<'_> {
@@ -125,6 +139,11 @@ impl Rank<'_> {
         let Self { plan, mesh, .. } = *self;
         let first = mesh.world().rank() == 0;
         let mut model = ready.model;
+        // On the rank's own thread: what it allocates is the rank's.
+        if let Some(offload) = &plan.offload {
+            let engine = offload.engine(plan.ranks, &self.saving.out).map_err(burn_context_parallel::Error::from)?;
+            model = model.offload(&engine);
+        }
         let mut optimizer = ShardedOptimizer::new(adamw_rule(plan.weight_decay as f32), StatePlace::Device);
         let mut done = Done::default();
         if let Some(checkpoint) = &ready.checkpoint {
@@ -141,16 +160,25 @@ impl Rank<'_> {
         let keeps = first || matches!(self.holding, Holding::Sharded(_));
         let mut good = keeps.then(|| (done.steps, model.valid()));
         let mut last = (f64::NAN, f64::NAN);
+        let mut memory = None;
         while done.steps < plan.steps {
             let started = Instant::now();
             if first {
                 heap::reset_peak();
             }
             let step = done.steps;
+            self.profile.inspect(|profile| profile.step(Some(step + 1)));
+            let phase_of_step = phase::enter("step", Some(step + 1));
             let sequences = plan.order.step(step);
             let (value, grads) = self.gradients(&model, &sequences)?;
-            let grads = self.holding.sum(grads, &model)?;
-            let (grads, grad_norm) = self.holding.clip(grads, &model, plan.clip.unwrap_or(f64::INFINITY))?;
+            let grads = {
+                let _phase = phase::enter("gradient sum", None);
+                self.holding.sum(grads, &model)?
+            };
+            let (grads, grad_norm) = {
+                let _phase = phase::enter("clip", None);
+                self.holding.clip(grads, &model, plan.clip.unwrap_or(f64::INFINITY))?
+            };
 
             // Loss and norm are the same bits on every rank, so all take the same way here.
             last = (value, grad_norm);
@@ -161,12 +189,17 @@ impl Rank<'_> {
                 good = Some((step, model.valid()));
             }
             let lr = plan.rate.at(step);
-            model = optimizer.step(lr, model, grads);
+            model = {
+                let _phase = phase::enter("optimizer", None);
+                optimizer.step(lr, model, grads)
+            };
+            drop(phase_of_step);
             let tokens = sequences.len() * plan.seq_len;
             done.steps += 1;
             done.tokens += tokens as u64;
             done.targets += plan.corpus.targets_of(&sequences) as u64;
             if first {
+                memory = memory.max(memory::counted(plan.ranks));
                 report(Event::Step(StepMetrics {
                     step: step + 1,
                     loss: value,
@@ -188,10 +221,12 @@ impl Rank<'_> {
             }
             let saved = self.checkpoint(&model, &optimizer, done, &report)?;
             if decision == Decision::SaveAndStop {
-                let stopped = Trained { steps: done.steps, stopped: true, halt: None, weights: None, checkpoint: None };
+                let stopped =
+                    Trained { steps: done.steps, stopped: true, halt: None, weights: None, memory, checkpoint: None };
                 return Ok(Trained { checkpoint: Some(saved), ..stopped });
             }
         }
+        self.profile.inspect(|profile| profile.step(None));
         // No loss speaks for what the last step made.
         if let Some(name) = broken(&model, &self.holding)? {
             return self.halted(good, done.steps, last, Some(name));
@@ -200,7 +235,7 @@ impl Rank<'_> {
         let weights = save(&model.valid(), plan, &self.saving.out, &self.holding)?;
         done.weights = weights.as_ref().is_some_and(Result::is_ok);
         let checkpoint = self.checkpoint(&model, &optimizer, done, &report)?;
-        Ok(Trained { steps: done.steps, stopped: false, halt: None, weights, checkpoint: Some(checkpoint) })
+        Ok(Trained { steps: done.steps, stopped: false, halt: None, weights, memory, checkpoint: Some(checkpoint) })
     }
 
     /// Saves, and says so. An error is the world's end only if the world has failed.
@@ -251,7 +286,7 @@ impl Rank<'_> {
             None => None,
         };
         let halt = Some(Halt { step, loss, grad_norm, broken: name, kept });
-        Ok(Trained { steps: step - 1, stopped: false, halt, weights, checkpoint: None })
+        Ok(Trained { steps: step - 1, stopped: false, halt, weights, memory: None, checkpoint: None })
     }
 
     /// The loss of a step, one mean over the targets of all its micro-batches and ranks, and this rank's part of its gradients.
@@ -264,10 +299,16 @@ impl Rank<'_> {
         let mut accumulated = GradientsAccumulator::new();
         let mut value = 0.0;
         for batch in micro_batches(plan, sequences, mesh)? {
-            let shard = batch.shard(&plan.layout, sequence.rank(), device)?;
+            let shard = {
+                let _phase = phase::enter("data", None);
+                batch.shard(&plan.layout, sequence.rank(), device)?
+            };
             let share = compute.loss_over(&shard, sequence, targets)?.share;
             value += number(&share);
-            let grads = GradientsParams::from_grads(share.backward(), &compute);
+            let grads = {
+                let _phase = phase::enter("backward", None);
+                GradientsParams::from_grads(share.backward(), &compute)
+            };
             accumulated.accumulate(model, precision::to_f32(grads, model));
         }
         Ok((sum(value, mesh.world())?, accumulated.grads()))

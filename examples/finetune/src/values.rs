@@ -1,6 +1,7 @@
 //! The types of the arguments: what a word or a number on the command line (or in a configuration file) may be.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use burn::tensor::DType;
@@ -126,6 +127,34 @@ impl FromStr for Tile {
     }
 }
 
+/// An amount of memory: `1073741824`, `1GiB`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bytes(pub usize);
+
+/// From large to small.
+const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+
+impl FromStr for Bytes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let unit = UNITS.into_iter().find_map(|(unit, power)| Some((text.strip_suffix(unit)?, power)));
+        let (number, power) = unit.unwrap_or((text, 0));
+        let bytes = number.trim_end().parse::<usize>().ok().and_then(|number| number.checked_mul(1 << power));
+        bytes.map(Self).ok_or_else(|| "give a number of bytes, or one with KiB, MiB, GiB or TiB".to_owned())
+    }
+}
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let whole = |(_, power): &(&str, u32)| self.0 > 0 && self.0.is_multiple_of(1 << power);
+        match UNITS.iter().find(|unit| whole(unit)) {
+            Some((unit, power)) => write!(f, "{} {unit}", self.0 >> power),
+            None => write!(f, "{} bytes", self.0),
+        }
+    }
+}
+
 /// The largest norm, if any.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Clip(pub Option<f64>);
@@ -150,6 +179,54 @@ impl fmt::Display for Clip {
             Some(norm) => write!(f, "{norm}"),
             None => write!(f, "none"),
         }
+    }
+}
+
+/// Some steps, counted from 1: `2-3`, or `1,4-6`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Steps(Vec<RangeInclusive<usize>>);
+
+impl Steps {
+    /// From one to another, both included.
+    pub(crate) fn range(first: usize, last: usize) -> Self {
+        Self(vec![first..=last])
+    }
+
+    /// Whether `step` is among them.
+    pub fn contains(&self, step: usize) -> bool {
+        self.0.iter().any(|range| range.contains(&step))
+    }
+
+    /// The largest of them.
+    pub fn last(&self) -> usize {
+        self.0.iter().map(|range| *range.end()).max().unwrap_or(0)
+    }
+}
+
+impl FromStr for Steps {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let range = |part: &str| {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let (first, last) = (at_least::<1>(first.trim()).ok()?, at_least::<1>(last.trim()).ok()?);
+            (first <= last).then_some(first..=last)
+        };
+        let ranges: Option<Vec<_>> = text.split(',').map(range).collect();
+        ranges.map(Self).ok_or_else(|| "give steps from 1, as 2-3 or 1,4-6".to_owned())
+    }
+}
+
+impl fmt::Display for Steps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, range) in self.0.iter().enumerate() {
+            let comma = if at > 0 { "," } else { "" };
+            match (range.start(), range.end()) {
+                (first, last) if first == last => write!(f, "{comma}{first}")?,
+                (first, last) => write!(f, "{comma}{first}-{last}")?,
+            }
+        }
+        Ok(())
     }
 }
 
@@ -268,6 +345,23 @@ mod tests {
     #[case("on", None)]
     fn a_tile_is_a_length_or_a_word(#[case] text: &str, #[case] expected: Option<Tile>) {
         assert_eq!(text.parse().ok(), expected);
+    }
+
+    #[rstest]
+    #[case("0", Some(0), "0 bytes")]
+    #[case("1500", Some(1500), "1500 bytes")]
+    #[case("4096", Some(4096), "4 KiB")]
+    #[case("3GiB", Some(3 << 30), "3 GiB")]
+    #[case("3 MiB", Some(3 << 20), "3 MiB")]
+    #[case("-1", None, "")]
+    #[case("1.5GiB", None, "")]
+    #[case("3GB", None, "")]
+    #[case("99999999999TiB", None, "")]
+    #[case("GiB", None, "")]
+    fn bytes_have_units_of_1024(#[case] text: &str, #[case] expected: Option<usize>, #[case] shown: &str) {
+        let bytes = text.parse::<Bytes>().ok();
+        assert_eq!(bytes, expected.map(Bytes));
+        assert!(bytes.is_none_or(|bytes| bytes.to_string() == shown), "{bytes:?}");
     }
 
     #[rstest]

@@ -40,6 +40,8 @@ static ONE_DEVICE: LazyLock<Vec<StepMetrics>> = LazyLock::new(|| {
 #[case("--ranks 1")]
 #[case("--ranks 2 --heads-per-stage 3 --mlp-tile 7 --norm-tile 11 --loss-tile 13")]
 #[case("--ranks 3 --heads-per-stage 1 --checkpoint off")]
+#[case("--blocks-per-checkpoint 2")]
+#[case("--blocks-per-checkpoint 4 --ranks 2 --fsdp")]
 #[case("--ranks 5 --mlp-tile off --loss-tile 1")]
 #[case("--attention ulysses --ranks 2")]
 #[case("--attention ulysses --ranks 3 --checkpoint off --mlp-tile off --norm-tile off --loss-tile off")]
@@ -56,6 +58,25 @@ fn losses_and_norms_are_those_of_one_device(#[case] args: &str) {
             "{args}: {step:?}, on one device {expected:?}"
         );
     }
+}
+
+/// Where block inputs wait is nobody's business but the memory's: not one bit of a loss or a norm differs.
+#[rstest]
+#[case("", "--offload host")]
+#[case("", "--offload host --offload-every 2 --offload-in-flight 1")]
+#[case("", "--offload disk --offload-budget 20KiB")]
+#[case("", "--offload host --offload-host-budget 30000 --offload-in-flight 3")]
+#[case("--batch 2 --accumulate 2 --attention ulysses", "--offload host --offload-host-budget 0 --offload-dir .")]
+#[case("--attention single --dtype bf16", "--offload host")]
+#[case("--mesh data=2,ulysses=2 --fsdp --batch 2", "--offload host")]
+#[case("--fsdp --dtype bf16 --blocks-per-checkpoint 3", "--offload disk --offload-disk-budget 40000")]
+fn offload_changes_no_bit(#[case] args: &str, #[case] offload: &str) {
+    let run = |offload: &str| {
+        let out = tempfile::tempdir().unwrap();
+        let steps = train(&format!("{args} {offload} --seq-len 101 --steps 3 --lr 1e-3"), out.path());
+        steps.into_iter().map(|step| (step.loss, step.grad_norm)).collect::<Vec<_>>()
+    };
+    assert_eq!(run(offload), run(""));
 }
 
 /// Compute in bf16 is near, with master weights that learn as those of f32 do.

@@ -297,6 +297,19 @@ fn the_written_configuration_gives_the_same_run() {
     assert_eq!(losses(&a.join("metrics.csv")).len(), 6);
     let config = |out: &Path| fs::read_to_string(out.join("config.toml")).unwrap();
     assert_eq!(config(&a), config(&b));
+    // Offload, too.
+    let offload = "--checkpoint on --blocks-per-checkpoint 2 --offload host --offload-every 1 --offload-host-budget 1KiB \
+        --offload-dir . --offload-disk-budget 2MiB --offload-in-flight 1";
+    let output = finetune(folder.path(), &format!("--config a/config.toml {offload} --out d"));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let output = finetune(&folder.path().join("elsewhere"), "--config ../d/config.toml --out e");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(config(&folder.path().join("d")), config(&folder.path().join("elsewhere/e")));
+    for line in
+        ["offload = \"host\"", "offload-host-budget = 1024", "offload-in-flight = 1", "blocks-per-checkpoint = 2"]
+    {
+        assert!(config(&folder.path().join("d")).lines().any(|found| found == line), "{line}");
+    }
     // What is typed wins.
     let output = finetune(folder.path(), "--config a/config.toml --steps 1 --seq-len 8 --out c");
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));

@@ -220,6 +220,31 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--attention ulysses --heads-per-stage 2", "--heads-per-stage without --attention upipe", "leave one")]
 #[case("--heads-per-stage 9", "--heads-per-stage 9 of 8 query heads", "use 1 to 8")]
 #[case("--rank 2", "unexpected argument '--rank'", "'--ranks'")]
+#[case("--blocks-per-checkpoint 0", "invalid value '0' for '--blocks-per-checkpoint", "give a whole number from 1")]
+#[case("--blocks-per-checkpoint 5", "--blocks-per-checkpoint 5 of 4 blocks", "use 1 to 4")]
+#[case(
+    "--blocks-per-checkpoint 2 --checkpoint off",
+    "--blocks-per-checkpoint 2 with --checkpoint off",
+    "leave one of them out"
+)]
+#[case("--offload ssd", "invalid value 'ssd' for '--offload", "none, host, disk")]
+#[case("--offload host --checkpoint off", "--offload with --checkpoint off", "use --checkpoint on")]
+#[case("--offload host --eval", "--offload with --eval", "leave one of them out")]
+#[case("--offload-in-flight 3", "--offload-in-flight without --offload", "use --offload host")]
+#[case("--offload none --offload-dir empty", "--offload-dir without --offload", "leave it out")]
+#[case("--offload host --offload-in-flight 0", "invalid value '0' for '--offload-in-flight", "whole number from 1")]
+#[case("--offload host --offload-every 0", "invalid value '0' for '--offload-every", "give a whole number from 1")]
+#[case("--offload host --offload-budget 3GB", "invalid value '3GB' for '--offload-budget", "KiB, MiB, GiB or TiB")]
+#[case("--offload host --offload-budget -1", "invalid value '-1' for '--offload-budget", "give a number of bytes")]
+#[case(
+    "--offload host --offload-every 2 --offload-budget 9",
+    "--offload-every and --offload-budget together",
+    "leave one of them out"
+)]
+#[case("--offload disk --offload-host-budget 9", "--offload-host-budget with --offload disk", "use --offload host")]
+#[case("--offload host --offload-disk-budget 9", "--offload-disk-budget without a disk", "--offload-dir")]
+#[case("--offload disk --offload-dir nowhere", "--offload-dir nowhere: no such folder", "name a folder that exists")]
+#[case("--offload disk --offload-dir abc.txt", "--offload-dir abc.txt: no such folder", "name a folder that exists")]
 // Texts.
 #[case("--data nowhere", "nowhere: ", "give text files")]
 #[case("--data empty", "--data empty: no text file in it", "name files")]

@@ -29,8 +29,8 @@ use crate::shards::{self, WEIGHTS};
 /// model.save(&folder)?;
 /// let (mut weights, report) = FolderWeights::open(&folder, DType::F32, &Device::flex())?;
 /// assert_eq!(report.applied.len(), 12);
-/// let path = "layers.0.inner.mlp.inner.up_proj.weight";
-/// assert_eq!(weights.read(path, &[16, 40])?, model.layers[0].inner.mlp.inner.up_proj.weight.val().into_data());
+/// let path = "layers.0.inner.inner.mlp.inner.up_proj.weight";
+/// assert_eq!(weights.read(path, &[16, 40])?, model.layers[0].inner.inner.mlp.inner.up_proj.weight.val().into_data());
 /// assert!(weights.read(path, &[40, 16]).unwrap_err().to_string().contains("[40, 16] where config.json says [16, 40]"));
 /// # std::fs::remove_dir_all(&folder).ok();
 /// # Ok::<(), llama::LlamaError>(())

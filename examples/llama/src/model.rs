@@ -9,8 +9,9 @@ use burn_context_parallel::attention::{SequenceContext, scope};
 use burn_context_parallel::fsdp::embedding;
 use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::{IGNORE_INDEX, Shard};
-use burn_context_parallel::{Error, OrRaise, catch};
-use burn_upipe::checkpoint::Checkpointed;
+use burn_context_parallel::{Error, OrRaise, catch, phase};
+use burn_upipe::checkpoint::{Checkpointed, forward_group};
+use burn_upipe::offload::Offloaded;
 use burn_upipe::tiling::{LossShare, TiledNorm, TokenLoss, tiled_cross_entropy, tiled_cross_entropy_over};
 
 use crate::block::{self, Block};
@@ -26,7 +27,7 @@ pub struct Llama {
     /// Token embeddings, [V, E].
     pub embed_tokens: Embedding,
     /// The blocks.
-    pub layers: Vec<Checkpointed<Block>>,
+    pub layers: Vec<Offloaded<Checkpointed<Block>>>,
     /// Before the output layer.
     pub norm: TiledNorm<RmsNorm>,
     /// The output layer, [E, V]; without it the embedding table serves (tied).
@@ -39,6 +40,7 @@ pub struct Llama {
 pub(crate) struct Settings {
     pub config: LlamaConfig,
     pub loss_tile: Option<usize>,
+    pub blocks_per_checkpoint: usize,
 }
 
 impl Llama {
@@ -75,7 +77,8 @@ impl Llama {
         config.check()?;
         let rotary = config.frequencies()?;
         let layers = (0..config.num_hidden_layers)
-            .map(|layer| Ok(Checkpointed::new(Block::lazy(config, layer, &rotary, device)?).enabled(false)))
+            .map(|layer| Block::lazy(config, layer, &rotary, device))
+            .map(|block| Ok(Offloaded::new(Checkpointed::new(block?).enabled(false))))
             .collect::<Result<_>>()?;
         let lm_head = (!config.tie_word_embeddings)
             .then(|| block::linear(config, config.hidden_size, config.vocab_size, false, device));
@@ -86,7 +89,7 @@ impl Llama {
             layers,
             norm: TiledNorm::new(block::norm(config, device), None),
             lm_head,
-            settings: Settings { config: config.clone(), loss_tile: None },
+            settings: Settings { config: config.clone(), loss_tile: None, blocks_per_checkpoint: 1 },
         })
     }
 
@@ -107,9 +110,19 @@ impl Llama {
     /// scope.
     pub fn hidden(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         self.expect_ids("Llama::hidden", "token", tokens.clone()).or_raise();
-        let mut x = embedding(&self.embed_tokens.weight, tokens);
-        for layer in &self.layers {
-            x = layer.forward(x, |block, x| block.forward(x));
+        let mut x = phase::after("embedding", None, || embedding(&self.embed_tokens.weight, tokens));
+        let each = self.settings.blocks_per_checkpoint;
+        for (at, group) in self.layers.chunks(each).enumerate() {
+            x = match group {
+                [first, _, ..] if first.inner.is_enabled() => phase::around("block", Some(at * each), x, |x| {
+                    let blocks = group.iter().map(|layer| &layer.inner.inner);
+                    forward_group(blocks, first.offload(), x, |block, x| block.forward(x))
+                }),
+                layers => layers.iter().enumerate().fold(x, |x, (index, layer)| {
+                    let around = |x| layer.forward(x, |block, x| block.forward(x));
+                    phase::around("block", Some(at * each + index), x, around)
+                }),
+            };
         }
         self.norm.forward(x, |norm, x| norm.forward(x))
     }

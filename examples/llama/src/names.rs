@@ -1,12 +1,12 @@
 //! Parameter names: Hugging Face's and the module's, in one place for loading, saving and looking at gradients.
 //!
 //! ```text
-//! model.layers.0.mlp.gate_proj.weight  [out, in]   <->   layers.0.inner.mlp.inner.gate_proj.weight  [in, out]
+//! model.layers.0.mlp.gate_proj.weight  [out, in]   <->   layers.0.inner.inner.mlp.inner.gate_proj.weight  [in, out]
 //! model.norm.weight                                <->   norm.inner.gamma
-//! lm_head.weight                       [out, in]   <->   lm_head.weight                             [in, out]
+//! lm_head.weight                       [out, in]   <->   lm_head.weight                                   [in, out]
 //! ```
 //!
-//! A wrapper (checkpointing, tiling) is a level named `inner`. Transposing and norms' `gamma` are done by burn-store's PyTorch
+//! A wrapper (offload, checkpointing, tiling) is a level named `inner`. Transposing and norms' `gamma` are done by burn-store's PyTorch
 //! adapters where data is moved.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,7 +22,7 @@ use crate::model::Llama;
 
 /// Hugging Face -> module, in this order.
 const TO_MODULE: [(&str, &str); 5] = [
-    (r"^(model\.layers\.\d+)\.", "$1.inner."),
+    (r"^(model\.layers\.\d+)\.", "$1.inner.inner."),
     (r"^(model\..*\.(?:input_layernorm|post_attention_layernorm|mlp))\.", "$1.inner."),
     (r"^model\.norm\.", "model.norm.inner."),
     // Without the prefix a name is not Hugging Face's: marked, or it could meet a parameter of ours by chance.
@@ -31,8 +31,12 @@ const TO_MODULE: [(&str, &str); 5] = [
 ];
 
 /// Module -> Hugging Face, in this order.
-const TO_HF: [(&str, &str); 4] =
-    [(r"\.inner\.", "."), (r"\.gamma$", ".weight"), (r"^(embed_tokens|layers|norm)\.", "model.$1."), (r"^\?\.", "")];
+const TO_HF: [(&str, &str); 4] = [
+    (r"(?:\.inner)+\.", "."),
+    (r"\.gamma$", ".weight"),
+    (r"^(embed_tokens|layers|norm)\.", "model.$1."),
+    (r"^\?\.", ""),
+];
 
 pub(crate) fn to_module() -> KeyRemapper {
     KeyRemapper::from_patterns(TO_MODULE.to_vec()).expect("constant patterns")
@@ -45,7 +49,7 @@ pub(crate) fn to_hf() -> KeyRemapper {
 /// The Hugging Face name of the parameter at a module path.
 ///
 /// ```
-/// assert_eq!(llama::hf_name("layers.3.inner.mlp.inner.up_proj.weight"), "model.layers.3.mlp.up_proj.weight");
+/// assert_eq!(llama::hf_name("layers.3.inner.inner.mlp.inner.up_proj.weight"), "model.layers.3.mlp.up_proj.weight");
 /// assert_eq!(llama::hf_name("norm.inner.gamma"), "model.norm.weight");
 /// assert_eq!(llama::hf_name("lm_head.weight"), "lm_head.weight");
 /// ```

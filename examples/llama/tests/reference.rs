@@ -20,6 +20,7 @@ fn everything() -> ParallelConfig {
     ParallelConfig {
         attention: AttentionScheme::UPipe { heads_per_stage: Some(3) },
         checkpoint: true,
+        blocks_per_checkpoint: 1,
         mlp_tile: Some(7),
         norm_tile: Some(50),
         loss_tile: Some(13),
@@ -33,6 +34,7 @@ fn outputs_gradients_and_training_are_pytorchs(
         ParallelConfig::none(),
         ParallelConfig { attention: AttentionScheme::Ulysses, ..ParallelConfig::none() },
         ParallelConfig { checkpoint: true, ..ParallelConfig::none() },
+        ParallelConfig { checkpoint: true, blocks_per_checkpoint: 2, ..ParallelConfig::none() },
         ParallelConfig { loss_tile: Some(10), ..ParallelConfig::none() },
         everything(),
         ParallelConfig::all()
@@ -94,7 +96,7 @@ fn a_new_model_has_the_configured_deviation_and_clones_are_equal() {
     let device = Device::flex();
     let config = LlamaConfig { initializer_range: 0.05, ..LlamaConfig::new(64, 64, 96, 1, 4, 4) };
     let model = Llama::init(&config, &ParallelConfig::none(), &device).unwrap();
-    let weight = model.layers[0].inner.mlp.inner.up_proj.weight.val();
+    let weight = model.layers[0].inner.inner.mlp.inner.up_proj.weight.val();
     let deviation = weight.clone().var(1).mean().sqrt().into_scalar::<f32>();
     assert!((deviation - 0.05).abs() < 0.005, "{deviation}");
     assert_eq!(model.norm.inner.gamma.val().into_data(), Tensor::<1>::ones([64], &device).into_data());

@@ -49,7 +49,7 @@ fn shards_are_one_model() {
     assert_eq!(again.num_params(), model.num_params());
     for (a, b) in model.layers.iter().zip(&again.layers) {
         let weight = |layer: &burn_upipe::checkpoint::Checkpointed<llama::Block>| {
-            layer.inner.self_attn.k_proj.weight.val().into_data()
+            layer.inner.inner.self_attn.k_proj.weight.val().into_data()
         };
         assert_eq!(weight(a), weight(b));
     }

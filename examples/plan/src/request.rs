@@ -145,7 +145,7 @@ fn attention(args: &Args, scheme: Scheme) -> Attention {
 }
 
 fn offload(args: &Args, waiting: Waiting) -> Option<OffloadPlan> {
-    let to = |place| Some(OffloadPlan { place, in_flight: args.in_flight, every: args.offload_every });
+    let to = |place| Some(OffloadPlan { place, in_flight: args.in_flight, every: args.offload_every, keep: 0 });
     match waiting {
         Waiting::None => None,
         Waiting::Host => to(WaitingPlace::Host),

@@ -101,6 +101,7 @@ fn parallel(plan: &Plan) -> ParallelConfig {
             Scheme::Upipe => AttentionScheme::UPipe { heads_per_stage: plan.heads_per_stage },
         },
         checkpoint: plan.checkpoint,
+        blocks_per_checkpoint: 1,
         mlp_tile: plan.tile,
         norm_tile: plan.tile,
         loss_tile: plan.tile,

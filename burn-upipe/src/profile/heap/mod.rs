@@ -17,30 +17,43 @@
 //! Ranks that are threads share one heap, and their peaks need not fall together: how high the heap's own peak is
 //! depends on who runs when. A thread that is [owned](own) by a rank has its allocations counted for that rank, until they are
 //! freed, by whomever: the sum of the ranks' peaks is what as many devices would have needed.
+//!
+//! Likewise an allocation belongs to the [`Phase`] in which it was made: [`alive_by_phase`] says what memory is full of. What to do
+//! when it is, [`on_out_of_memory`] is told; [`limit`] makes it full early.
+
+mod limit;
+mod phases;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+pub use limit::{Armed, limit, on_out_of_memory};
+pub use phases::{Alive, InPhase, MAX_PHASES, Phase, alive_by_phase, phase};
+pub(crate) use phases::{now, set};
+
 /// How many owners are told apart, 0 among them: nobody.
 pub const OWNERS: usize = 65;
 
-/// Bytes in use, and the most of them at once.
+/// Bytes in use, and the most of them at once: since the last reset, and since the profiler last looked.
 struct Count {
     in_use: AtomicUsize,
     peak: AtomicUsize,
+    lately: AtomicUsize,
 }
 
 impl Count {
     const fn new() -> Self {
-        Self { in_use: AtomicUsize::new(0), peak: AtomicUsize::new(0) }
+        Self { in_use: AtomicUsize::new(0), peak: AtomicUsize::new(0), lately: AtomicUsize::new(0) }
     }
 
     fn grow(&self, bytes: usize) {
         let now = self.in_use.fetch_add(bytes, Relaxed) + bytes;
-        // Almost every allocation is below the peak; a plain load keeps the cache line shared then.
-        if now > self.peak.load(Relaxed) {
-            self.peak.fetch_max(now, Relaxed);
+        // Almost every allocation is below the peaks; a plain load keeps the cache line shared then.
+        for peak in [&self.peak, &self.lately] {
+            if now > peak.load(Relaxed) {
+                peak.fetch_max(now, Relaxed);
+            }
         }
     }
 
@@ -58,7 +71,8 @@ thread_local! {
     static OWNER: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The system's allocator, counted. Each allocation is 16 bytes larger than asked for, which are not counted.
+/// The system's allocator, counted. Each allocation is 16 bytes larger than asked for, which are not counted: they hold its owner and
+/// its phase.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CountingAllocator;
 
@@ -69,24 +83,36 @@ fn padded(layout: Layout) -> Option<(Layout, usize)> {
     Some((Layout::from_size_align(size, room).ok()?, room))
 }
 
-/// Writes the owner in front of `base + room`, which it returns.
+/// Writes owner and phase in front of `base + room`, which it returns.
 ///
 /// # Safety
 ///
 /// `base` is null or the start of an allocation of more than `room` >= 16 bytes, aligned to it.
 unsafe fn tag(base: *mut u8, room: usize, bytes: usize) -> *mut u8 {
     if base.is_null() {
+        limit::failed(bytes);
         return base;
     }
-    let owner = OWNER.get();
+    let (owner, phase) = (OWNER.get(), phases::current());
     TOTAL.grow(bytes);
     OWNED[owner].grow(bytes);
+    phases::grow(phase, bytes);
     // SAFETY: within the room in front, and aligned, since `room` is a multiple of 16.
     unsafe {
         let pointer = base.add(room);
-        pointer.sub(16).cast::<usize>().write(owner);
+        pointer.sub(16).cast::<[usize; 2]>().write([owner, phase]);
         pointer
     }
+}
+
+/// Owner and phase of an allocation.
+///
+/// # Safety
+///
+/// `pointer` came from [`tag`].
+unsafe fn tags(pointer: *mut u8) -> [usize; 2] {
+    // SAFETY: written there by `tag`; the room in front is at least 16 bytes, two words or more.
+    unsafe { pointer.sub(16).cast::<[usize; 2]>().read() }
 }
 
 // SAFETY: every call goes to the system's allocator with a larger layout made by `padded` alone, so that allocation and
@@ -94,23 +120,34 @@ unsafe fn tag(base: *mut u8, room: usize, bytes: usize) -> *mut u8 {
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let Some((whole, room)) = padded(layout) else { return std::ptr::null_mut() };
-        // SAFETY: `whole` is not empty.
-        unsafe { tag(System.alloc(whole), room, layout.size()) }
+        let base = match limit::allows(layout.size()) {
+            // SAFETY: `whole` is not empty.
+            true => unsafe { System.alloc(whole) },
+            false => std::ptr::null_mut(),
+        };
+        // SAFETY: null, or as `whole` has it.
+        unsafe { tag(base, room, layout.size()) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         let Some((whole, room)) = padded(layout) else { return std::ptr::null_mut() };
+        let base = match limit::allows(layout.size()) {
+            // SAFETY: `whole` is not empty.
+            true => unsafe { System.alloc_zeroed(whole) },
+            false => std::ptr::null_mut(),
+        };
         // SAFETY: as above.
-        unsafe { tag(System.alloc_zeroed(whole), room, layout.size()) }
+        unsafe { tag(base, room, layout.size()) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         let (whole, room) = padded(layout).expect("it was allocated with this layout");
-        // SAFETY: `pointer` came from `tag`, so its owner and the start of its allocation lie in front of it.
+        // SAFETY: `pointer` came from `tag`, so its tags and the start of its allocation lie in front of it.
         unsafe {
-            let owner = pointer.sub(16).cast::<usize>().read();
+            let [owner, phase] = tags(pointer);
             TOTAL.shrink(layout.size());
             OWNED[owner].shrink(layout.size());
+            phases::shrink(phase, layout.size());
             System.dealloc(pointer.sub(room), whole);
         }
     }
@@ -118,17 +155,27 @@ unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         let (whole, room) = padded(layout).expect("it was allocated with this layout");
         let Some(grown) = size.checked_add(room) else { return std::ptr::null_mut() };
-        // SAFETY: as in `dealloc`; the room in front moves along, and with it the owner.
+        // SAFETY: as in `dealloc`; the room in front moves along, and with it the tags.
         unsafe {
-            let owner = pointer.sub(16).cast::<usize>().read();
+            let [owner, phase] = tags(pointer);
+            let more = size.saturating_sub(layout.size());
             // Old and new may be alive together while their contents are copied.
             TOTAL.grow(size);
             OWNED[owner].grow(size);
-            let moved = System.realloc(pointer.sub(room), whole, grown);
+            let moved = match more == 0 || limit::allows(0) {
+                true => System.realloc(pointer.sub(room), whole, grown),
+                false => std::ptr::null_mut(),
+            };
             let freed = if moved.is_null() { size } else { layout.size() };
             TOTAL.shrink(freed);
             OWNED[owner].shrink(freed);
-            if moved.is_null() { moved } else { moved.add(room) }
+            if moved.is_null() {
+                limit::failed(size);
+                return moved;
+            }
+            phases::grow(phase, size);
+            phases::shrink(phase, layout.size());
+            moved.add(room)
         }
     }
 }
@@ -165,7 +212,21 @@ pub fn own(rank: usize) -> Owned {
     Owned(OWNER.replace((rank + 1).min(OWNERS - 1)))
 }
 
-/// Ends [`own`].
+/// Whom a thread allocates for, to be handed to threads that work for it: [`inherit`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owner(usize);
+
+/// Whom this thread allocates for.
+pub fn owner() -> Owner {
+    Owner(OWNER.get())
+}
+
+/// Counts what this thread allocates from now on for `owner`, until the guard is dropped.
+pub fn inherit(owner: Owner) -> Owned {
+    Owned(OWNER.replace(owner.0))
+}
+
+/// Ends [`own`] and [`inherit`].
 #[derive(Debug)]
 #[must_use = "counting for the rank ends when this is dropped"]
 pub struct Owned(usize);
@@ -184,4 +245,24 @@ pub fn in_use_by(rank: usize) -> usize {
 /// The most heap bytes alive at once that `rank`'s threads have allocated.
 pub fn peak_by(rank: usize) -> usize {
     OWNED[(rank + 1).min(OWNERS - 1)].peak.load(Relaxed)
+}
+
+/// The most heap bytes alive at once of `rank` since this was last asked for it. For one asker: the
+/// [`Profiler`](super::Profiler). Resetting [`peak_by`] does not change it, nor the other way round.
+pub fn take_peak_by(rank: usize) -> usize {
+    let count = &OWNED[(rank + 1).min(OWNERS - 1)];
+    let peak = count.lately.swap(count.in_use.load(Relaxed), Relaxed);
+    // Of what another thread of the rank has allocated in between.
+    count.lately.fetch_max(count.in_use.load(Relaxed), Relaxed);
+    peak
+}
+
+/// Nobody's allocations until the guard is dropped, in no phase: those of whoever measures.
+pub(crate) fn unowned() -> (Owned, InPhase) {
+    (Owned(OWNER.replace(0)), phases::none())
+}
+
+/// Without a guard: whose this thread's allocations are.
+pub(crate) fn set_owner(rank: Option<usize>) {
+    OWNER.set(rank.map_or(0, |rank| (rank + 1).min(OWNERS - 1)));
 }

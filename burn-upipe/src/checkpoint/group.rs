@@ -1,0 +1,131 @@
+//! Several blocks as one checkpoint: only the first one's input is kept, the others' intermediates exist for a whole group.
+//!
+//! ```text
+//! forward:   y_1 = f(m_1, x), .., y_k = f(m_k, y_{k-1})       no tape; kept: x
+//! backward:  y_1 .. y_k again, each on a tape of its own      one forward pass more, as with single blocks
+//!            k .. 1: pulled back, block by block              a block's tape, weights and gradients go before the next one's
+//! ```
+//!
+//! Blocks are gathered one by one, if they are sharded, in both passes: as often as single checkpoints.
+
+use burn::backend::TensorMetadata;
+use burn::module::Module;
+use burn::tensor::{DType, Tensor};
+use burn_context_parallel::attention::{current, scope};
+use burn_context_parallel::fsdp::Unit;
+use burn_context_parallel::vjp::{InputGradients, Inputs, custom_vjp, pullback};
+use burn_context_parallel::{OrRaise, raise};
+
+use crate::offload::{Kept, Offload, OrGiveUp};
+use crate::recompute::{Total, Witness, captured, leaves};
+
+const NAME: &str = "checkpoint::forward_group";
+
+/// `f` of one block after the other, as one checkpoint: `x` is kept, by `offload` if there is one, and nothing else.
+///
+/// As for [`Checkpointed::forward`](super::Checkpointed::forward), of which this is the form for several blocks: `f` runs again in
+/// the backward pass, and may capture tensors without autodiff only.
+///
+/// # Panics
+///
+/// As [`Checkpointed::forward`](super::Checkpointed::forward), and [`Offloaded::forward`](crate::offload::Offloaded::forward).
+///
+/// # Memory
+///
+/// [`saved_bytes`](super::saved_bytes) for the whole group. The backward pass adds the intermediates of all its blocks, and, if they are
+/// sharded, their whole weights; both go block by block. A group of all blocks keeps one input, and saves nothing of the
+/// intermediates.
+///
+/// # Communication
+///
+/// The blocks' forward collectives once more; with sharded blocks a gather each in forward, a gather and a reduction each in
+/// backward.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Tensor};
+/// use burn_upipe::checkpoint::forward_group;
+///
+/// let device = Device::flex().autodiff();
+/// let blocks: Vec<Linear> = (0..3).map(|_| LinearConfig::new(4, 4).init(&device)).collect();
+/// let x = Tensor::<2>::ones([5, 4], &device).require_grad();
+/// let y = forward_group(&blocks, None, x.clone(), |linear: &Linear, x| linear.forward(x).tanh());
+/// let grads = y.sum().backward();
+/// assert!(x.grad(&grads).is_some());
+/// assert!(blocks.iter().all(|block| block.weight.val().grad(&grads).is_some()));
+/// ```
+pub fn forward_group<'a, M, F, const D: usize>(
+    blocks: impl IntoIterator<Item = &'a M>,
+    offload: Option<&Offload>,
+    x: Tensor<D>,
+    f: F,
+) -> Tensor<D>
+where
+    M: Module + 'static,
+    F: Fn(&M, Tensor<D>) -> Tensor<D> + Send + 'static,
+{
+    let blocks: Vec<&M> = blocks.into_iter().collect();
+    let of_blocks: Vec<_> = blocks.iter().map(|block| leaves(NAME, *block)).collect();
+    if blocks.is_empty() {
+        return x;
+    }
+    let units: Vec<Unit> = blocks.iter().map(|block| Unit::of(*block)).collect();
+    if !x.is_autodiff() && !of_blocks.iter().flatten().any(|leaf| leaf.autodiff) {
+        return blocks.iter().zip(&units).fold(x, |x, (block, unit)| f(&unit.gather(*block).or_raise(), x));
+    }
+    let context = current();
+    let dtypes: Vec<Vec<DType>> =
+        of_blocks.iter().map(|leaves| leaves.iter().map(|leaf| leaf.tensor.dtype()).collect()).collect();
+    let inputs = Inputs::new().input(&x).leaves(of_blocks.into_iter().flatten().map(|leaf| leaf.tensor));
+    let x = x.inner();
+    let given_up = OrGiveUp(offload);
+    let kept = Kept::new(&x, offload).or_raise();
+    let shards: Vec<(M, Unit, Vec<DType>)> = blocks
+        .into_iter()
+        .zip(units)
+        .zip(dtypes)
+        .map(|((block, unit), dtypes)| (block.clone().valid(), unit, dtypes))
+        .collect();
+    let mut y = x;
+    for (block, unit, _) in &shards {
+        y = f(&unit.gather(block).or_raise(), y);
+        if y.is_autodiff() {
+            raise(captured(NAME));
+        }
+    }
+    let witness = Witness::of(&y);
+    drop(given_up);
+
+    custom_vjp(inputs, y, move |dy: Tensor<D>| {
+        scope(context, || {
+            let mut x = kept.get().or_raise();
+            let mut tapes = Vec::with_capacity(shards.len());
+            for (block, unit, dtypes) in shards {
+                let module = unit.gather(&block).or_raise().train();
+                let from = x.autodiff().require_grad();
+                let to = f(&module, from.clone());
+                x = to.clone().inner();
+                tapes.push((module, unit, dtypes, from, to));
+            }
+            drop(x);
+            if let Some((.., y)) = tapes.last() {
+                witness.check(NAME, y);
+            }
+            let mut dy = Some(dy);
+            let mut parameters: Vec<InputGradients> = Vec::with_capacity(tapes.len());
+            while let Some((module, unit, dtypes, from, to)) = tapes.pop() {
+                let mut total = Total::default();
+                // Without a gradient nothing before it has one; sharded blocks reduce all the same, as on other ranks.
+                if let Some(of_output) = dy.take() {
+                    let mut gradients = pullback(to, of_output);
+                    dy = from.grad_remove(&mut gradients);
+                    total.add_parameters(&module, &mut gradients);
+                }
+                drop((module, from));
+                parameters.push(total.into_parameters(&dtypes, &unit));
+            }
+            drop(kept);
+            std::iter::once(dy.map(Tensor::into_dispatch)).chain(parameters.into_iter().rev().flatten()).collect()
+        })
+    })
+}

@@ -1,0 +1,95 @@
+//! One tensor's bytes, from a device to a slot and back, on the thread that calls.
+
+use burn::backend::TensorMetadata;
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{Dispatch, DispatchTensorKind};
+use burn::tensor::{Shape, Tensor, TensorData};
+use burn_context_parallel::vjp::AnyTensor;
+
+use super::queue::Arrival;
+use super::{OffloadError, Slot};
+
+/// Whether a tensor's memory is ordinary memory of this process, which is copied into buffers of ours.
+pub(super) fn is_on_cpu(tensor: &AnyTensor) -> bool {
+    match &tensor.kind {
+        #[cfg(feature = "flex")]
+        DispatchTensorKind::Flex(_) => true,
+        #[allow(unreachable_patterns)] // where it is the only backend
+        _ => false,
+    }
+}
+
+/// Copies all elements in order, whatever part of whose storage the tensor is.
+///
+/// # Memory
+///
+/// A tensor that is not contiguous is made so first.
+pub(super) fn into_slot(tensor: &AnyTensor, slot: &Slot) -> Result<(), OffloadError> {
+    match &tensor.kind {
+        #[cfg(feature = "flex")]
+        DispatchTensorKind::Flex(_) => flex::into_slot(tensor, slot),
+        #[allow(unreachable_patterns)]
+        _ => {
+            let flat = Shape::from(vec![tensor.shape().num_elements()]);
+            slot.put(Tensor::<1>::from_dispatch(Dispatch::float_reshape(tensor.clone(), flat)).into_data())
+        }
+    }
+}
+
+/// The tensor again, on storage of its own.
+pub(super) fn out_of_slot(slot: &Slot, to: &Arrival) -> Result<AnyTensor, OffloadError> {
+    #[cfg(feature = "flex")]
+    if to.device == burn::tensor::Device::flex() {
+        return flex::out_of_slot(slot, to);
+    }
+    let data = match slot.take_given() {
+        Some(data) => data,
+        None => {
+            let mut bytes = vec![0; slot.bytes()];
+            slot.read(&mut bytes)?;
+            TensorData::from_bytes_vec(bytes, [slot.bytes() / to.dtype.size()], to.dtype)
+        }
+    };
+    let flat = Tensor::<1>::from_data(data, (&to.device, to.dtype)).into_dispatch();
+    Ok(Dispatch::float_reshape(flat, to.shape.clone()))
+}
+
+#[cfg(feature = "flex")]
+mod flex {
+    use super::*;
+    use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchTensor};
+    use burn::tensor::Bytes;
+    use burn_flex::FlexTensor;
+    use bytemuck::{Pod, cast_slice_mut};
+
+    pub fn into_slot(tensor: &AnyTensor, slot: &Slot) -> Result<(), OffloadError> {
+        let DispatchTensorKind::Flex(BackendTensor::Float(tensor)) = &tensor.kind else {
+            return Err(OffloadError::copy("copying a tensor from its device", slot.bytes(), "it is no float tensor"));
+        };
+        let write = |tensor: &FlexTensor| {
+            let start = tensor.layout().start_offset() * tensor.dtype().size();
+            slot.write(&tensor.bytes()[start..start + slot.bytes()])
+        };
+        if tensor.is_contiguous() { write(tensor) } else { write(&tensor.to_contiguous()) }
+    }
+
+    pub fn out_of_slot(slot: &Slot, to: &Arrival) -> Result<AnyTensor, OffloadError> {
+        // Aligned for its elements from the start: nobody copies it again.
+        let bytes = match to.dtype.size() {
+            2 => read::<u16>(slot),
+            4 => read::<u32>(slot),
+            _ => read::<u64>(slot),
+        }?;
+        let tensor = FlexTensor::from_data(TensorData::from_bytes(bytes, to.shape.clone(), to.dtype));
+        Ok(DispatchTensor {
+            kind: DispatchTensorKind::Flex(BackendTensor::Float(tensor)),
+            autodiff: DispatchAutodiffContext::Disabled,
+        })
+    }
+
+    fn read<E: Pod + Send + Sync>(slot: &Slot) -> Result<Bytes, OffloadError> {
+        let mut elements = vec![E::zeroed(); slot.bytes() / size_of::<E>()];
+        slot.read(cast_slice_mut(&mut elements))?;
+        Ok(Bytes::from_elems(elements))
+    }
+}

@@ -1,0 +1,106 @@
+//! When memory is out: somebody is told before the process ends. And a limit, to be out of it early.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::TOTAL;
+
+/// What is kept free for the report, in bytes.
+const RESERVE: usize = 1 << 20;
+/// How long other threads wait for the report before their own failure ends the process.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+static LIMIT: AtomicUsize = AtomicUsize::new(usize::MAX);
+static HOOK: Mutex<Option<Hook>> = Mutex::new(None);
+static STATE: AtomicU8 = AtomicU8::new(IDLE);
+
+const IDLE: u8 = 0;
+const ARMED: u8 = 1;
+const RUNNING: u8 = 2;
+
+struct Hook {
+    report: Box<dyn FnOnce(usize) + Send>,
+    reserve: Vec<u8>,
+}
+
+thread_local! {
+    /// Whether this thread is the one that reports.
+    static REPORTS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Lets allocations fail, as if memory were out, that would bring the heap above so many bytes; `None` lifts the limit. Without
+/// [`CountingAllocator`](super::CountingAllocator) it does nothing.
+///
+/// Threads that allocate at the same moment can pass it together by what they ask for.
+pub fn limit(bytes: Option<usize>) {
+    LIMIT.store(bytes.unwrap_or(usize::MAX), Ordering::Relaxed);
+}
+
+/// Calls `report` with the size of the allocation that failed, once, before the process ends.
+///
+/// An allocation that cannot be served ends a Rust program at once, without unwinding. With
+/// [`CountingAllocator`](super::CountingAllocator) installed, `report` runs before that, on the thread whose allocation it was; others
+/// that fail meanwhile wait for it. 1 MiB is kept free for it until then. It may allocate, read
+/// [`alive_by_phase`](super::alive_by_phase) and write files; it must not take locks that the failing thread may hold (those of standard
+/// output among them). A panic in it is caught. One report at a time: a second one replaces the first.
+///
+/// A program that can do without an allocation (`Vec::try_reserve`) goes on after the report. A system that overcommits, or a
+/// control group, kills without asking the allocator; then nobody is told.
+pub fn on_out_of_memory(report: impl FnOnce(usize) + Send + 'static) -> Armed {
+    // Written to, or the system would not have given it yet.
+    let hook = Hook { report: Box::new(report), reserve: vec![1; RESERVE] };
+    let before = HOOK.lock().unwrap_or_else(PoisonError::into_inner).replace(hook);
+    drop(before);
+    STATE.store(ARMED, Ordering::Release);
+    Armed(())
+}
+
+/// Ends [`on_out_of_memory`]: nobody is told any more.
+#[derive(Debug)]
+#[must_use = "nobody is told once this is dropped"]
+pub struct Armed(());
+
+impl Drop for Armed {
+    fn drop(&mut self) {
+        let _ = STATE.compare_exchange(ARMED, IDLE, Ordering::AcqRel, Ordering::Acquire);
+        let hook = HOOK.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(hook);
+    }
+}
+
+/// Whether so many more bytes are within the limit.
+pub(super) fn allows(bytes: usize) -> bool {
+    let limit = LIMIT.load(Ordering::Relaxed);
+    limit == usize::MAX || TOTAL.in_use.load(Ordering::Relaxed).saturating_add(bytes) <= limit || REPORTS.get()
+}
+
+/// Tells whoever wants to know. Does not unwind, and comes back.
+#[cold]
+pub(super) fn failed(bytes: usize) {
+    if REPORTS.get() {
+        return;
+    }
+    match STATE.compare_exchange(ARMED, RUNNING, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => {
+            REPORTS.set(true);
+            // Held by whoever arms or disarms it at this very moment, and then by nobody who waits for this thread.
+            let hook = HOOK.try_lock().ok().and_then(|mut hook| hook.take());
+            if let Some(Hook { report, reserve }) = hook {
+                drop(reserve);
+                let _ = catch_unwind(AssertUnwindSafe(|| report(bytes)));
+            }
+            REPORTS.set(false);
+            STATE.store(IDLE, Ordering::Release);
+        }
+        Err(RUNNING) => {
+            let begin = Instant::now();
+            while STATE.load(Ordering::Acquire) == RUNNING && begin.elapsed() < PATIENCE {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        Err(_) => {}
+    }
+}

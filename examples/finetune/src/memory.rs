@@ -1,0 +1,116 @@
+//! What a step will take by the planner, and what it took by the allocator's count: of the rank that holds the most.
+
+use std::thread;
+
+use burn_upipe::offload::{OffloadPolicy, Place};
+use burn_upipe::plan::{
+    self, Accounting, Attention, Bytes, ModelShape, PlanError, Setup, StatePlace, Techniques, WaitingPlace, memory,
+};
+use burn_upipe::profile::heap;
+use burn_upipe::upipe::AttentionScheme;
+
+use crate::deal::rounds;
+use crate::offload::OffloadPlan;
+use crate::plan::Plan;
+use crate::values::Precision;
+
+/// The plan as the planner reads it.
+pub(crate) fn setup(plan: &Plan) -> Setup {
+    let (config, parallel) = (&plan.config, &plan.parallel);
+    let model = ModelShape {
+        name: String::new(),
+        vocab: config.vocab_size,
+        width: config.hidden_size,
+        inner: config.intermediate_size,
+        layers: config.num_hidden_layers,
+        heads: config.num_attention_heads,
+        kv_heads: config.num_key_value_heads,
+        head_dim: config.head_dim,
+        tied: config.tie_word_embeddings,
+        qkv_bias: config.qkv_bias(),
+        qk_norm: config.qk_norm().is_some(),
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    let mut accounting = Accounting::flex(threads);
+    let ranks = if plan.fsdp { plan.ranks } else { 1 };
+    let kept = 4 * model.parameters().div_ceil(ranks);
+    // The last good weights, and in bf16 the rounded ones.
+    accounting.overhead += kept;
+    if plan.precision == Precision::Bf16 {
+        accounting.compute = 2;
+        accounting.overhead += if plan.fsdp { 0 } else { kept / 2 };
+    }
+    let micro_batches = rounds(plan.order.per_step, plan.mesh.data, plan.batch);
+    Setup {
+        seq_len: plan.seq_len,
+        batch: plan.batch.min(plan.order.per_step.div_ceil(plan.mesh.data)),
+        accumulate: micro_batches,
+        mesh: plan.mesh,
+        techniques: Techniques {
+            attention: match parallel.attention {
+                AttentionScheme::Single => Attention::Single,
+                AttentionScheme::Ulysses => Attention::Ulysses,
+                AttentionScheme::UPipe { heads_per_stage } => Attention::UPipe { per_stage: heads_per_stage },
+            },
+            checkpoint: parallel.checkpoint.then_some(parallel.blocks_per_checkpoint),
+            mlp_tile: parallel.mlp_tile,
+            norm_tile: parallel.norm_tile,
+            loss_tile: parallel.loss_tile,
+            offload: plan.offload.as_ref().map(|offload| offloaded(offload, plan.ranks)),
+            fsdp: plan.fsdp,
+            prefetch: plan.fsdp,
+            optimizer: StatePlace::Device,
+        },
+        accounting,
+        model,
+    }
+}
+
+fn offloaded(offload: &OffloadPlan, ranks: usize) -> plan::OffloadPlan {
+    let (every, keep) = match offload.policy {
+        OffloadPolicy::None => (1, usize::MAX),
+        OffloadPolicy::All => (1, 0),
+        OffloadPolicy::Every(every) => (every, 0),
+        OffloadPolicy::Budget(bytes) => (1, bytes / ranks),
+    };
+    let place = match offload.place {
+        Place::Host => WaitingPlace::Host,
+        Place::Disk => WaitingPlace::Disk,
+    };
+    plan::OffloadPlan { place, in_flight: offload.in_flight, every, keep }
+}
+
+/// Bytes at the peak of a step on the rank that holds the most, and the phase in which it is.
+pub(crate) fn planned(plan: &Plan) -> Result<(usize, &'static str), PlanError> {
+    let planned = memory(&setup(plan))?;
+    let peak = planned.peak().expect("a step has phases");
+    Ok((peak.total(), peak.name))
+}
+
+/// For people.
+pub(crate) fn line(plan: &Plan) -> String {
+    match planned(plan) {
+        Ok((bytes, phase)) => {
+            format!("{} planned for a rank at the peak of a step, in its {phase} phase", Bytes(bytes))
+        }
+        Err(error) => format!("not planned: {error}"),
+    }
+}
+
+/// What was planned beside what was counted, for people.
+pub(crate) fn beside(plan: &Plan, counted: usize) -> String {
+    let planned = match planned(plan) {
+        Ok((bytes, _)) => {
+            format!("{} planned ({:+.1} %)", Bytes(bytes), 100.0 * (bytes as f64 / counted as f64 - 1.0))
+        }
+        Err(error) => format!("not planned: {error}"),
+    };
+    format!("\nmemory of a rank at its peak: {} counted, {planned}", Bytes(counted))
+}
+
+/// The most that one rank held since the last [`heap::reset_peak`]; `None` if nothing counts.
+pub(crate) fn counted(ranks: usize) -> Option<usize> {
+    // A rank's first weights were made before it was there, so that alone all of the heap is its own.
+    let most = if ranks == 1 { heap::peak() } else { (0..ranks).map(heap::peak_by).max().unwrap_or(0) };
+    (most > 0).then_some(most)
+}

@@ -1,0 +1,449 @@
+//! What a profile says is what happened: peaks to the byte, bytes as the group counts them, every block in both directions; and
+//! listening changes nothing.
+//!
+//! Each test owns ranks of its own, since the allocator's counts are the process's.
+
+use std::collections::HashMap;
+use std::thread;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_context_parallel::Error;
+use burn_context_parallel::attention::ContextParallelDevice;
+use burn_context_parallel::collective::sum_gradients;
+use burn_context_parallel::fsdp::{Fsdp, FsdpConfig};
+use burn_context_parallel::group::{Axis, Mesh, MeshShape, Operation, ProcessGroup, ReduceOp, Traffic, launch};
+use burn_context_parallel::phase;
+use burn_context_parallel::sequence::Batch;
+use burn_upipe::profile::heap::{self, CountingAllocator};
+use burn_upipe::profile::{PhaseStats, Profiler, RankHeap, Report, ResidentSet, Timeline};
+use burn_upipe::upipe::AttentionScheme;
+use llama::{Llama, LlamaConfig, ParallelConfig};
+use tests::filled;
+
+#[global_allocator]
+static HEAP: CountingAllocator = CountingAllocator;
+
+fn hold(bytes: usize) -> Vec<u8> {
+    std::hint::black_box(vec![1; bytes])
+}
+
+/// Runs `f` under a profiler of a rank that nothing else uses.
+fn recorded<T>(rank: usize, f: impl FnOnce() -> T) -> (Report, T) {
+    let profiler = Profiler::new(rank, RankHeap::new(rank));
+    let result = {
+        let _on = profiler.enter();
+        profiler.record(true);
+        f()
+    };
+    (Report::new([profiler.finish()]), result)
+}
+
+fn named<'a>(phases: &'a [PhaseStats], name: &str) -> &'a PhaseStats {
+    phases.iter().find(|phase| phase.name == name).unwrap_or_else(|| panic!("no {name} in {phases:#?}"))
+}
+
+#[test]
+fn peaks_of_nested_phases_are_exact() {
+    let (report, kept) = recorded(30, || {
+        let _outer = phase::enter("outer", None);
+        let begin = hold(1000);
+        for size in [5000, 100] {
+            let _inner = phase::enter("inner", None);
+            let _leaf = phase::enter("leaf", None);
+            drop(hold(size));
+        }
+        let kept = {
+            let _keeping = phase::enter("keeping", None);
+            drop(hold(300));
+            hold(200)
+        };
+        drop(begin);
+        drop(hold(4000));
+        kept
+    });
+    let phases = report.phases();
+    // (name, runs, peak, peak above its begin, kept)
+    let found: Vec<_> =
+        phases.iter().map(|p| (&*p.name, p.count, p.peak as usize, p.peak_above as usize, p.kept)).collect();
+    assert_eq!(
+        found,
+        [
+            ("outer", 1, 6000, 6000, 200),
+            ("inner", 2, 6000, 5000, 0),
+            ("leaf", 2, 6000, 5000, 0),
+            ("keeping", 1, 1300, 300, 200),
+        ]
+    );
+    assert_eq!(phases[2].around, ["outer", "inner"]);
+    assert_eq!(report.ranks()[0].samples.iter().map(|sample| sample.peak).max(), Some(6000));
+    drop(kept);
+}
+
+#[test]
+fn what_helpers_of_a_rank_allocate_is_in_the_phase_that_waits_for_them() {
+    let (report, ()) = recorded(31, || {
+        let _outer = phase::enter("outer", None);
+        let work = phase::carried(|| {
+            let _helping = phase::enter("helping", None);
+            drop(hold(7000));
+        });
+        thread::spawn(work).join().unwrap();
+    });
+    let phases = report.phases();
+    assert_eq!(named(&phases, "helping").peak_above, 7000);
+    assert!(named(&phases, "outer").peak_above >= 7000, "{phases:?}");
+    let threads: Vec<_> = report.ranks()[0].spans.iter().map(|span| span.thread).collect();
+    assert_eq!(threads, [1, 0]);
+}
+
+#[test]
+fn allocations_are_told_apart_by_the_phase_that_made_them() {
+    let alive = |name: &str| {
+        heap::alive_by_phase().into_iter().find(|alive| alive.rank == Some(32) && alive.phase == name).map(|a| a.bytes)
+    };
+    let (_, (outer, inner)) = recorded(32, || {
+        let _outer = phase::enter("outer", None);
+        let outer = hold(1000);
+        let inner = {
+            let _inner = phase::pass("inner", Some(3), phase::Pass::Backward);
+            hold(2000)
+        };
+        let outer = [outer, hold(10)];
+        (outer, inner)
+    });
+    // Freed elsewhere and later, or grown: still of where they were made.
+    assert_eq!((alive("outer"), alive("outer / inner backward")), (Some(1010), Some(2000)));
+    let inner = thread::spawn(move || {
+        let mut inner = inner;
+        inner.resize(3000, 0);
+        inner
+    })
+    .join()
+    .unwrap();
+    assert!(alive("outer / inner backward") >= Some(3000));
+    drop((outer, inner));
+    assert_eq!((alive("outer"), alive("outer / inner backward")), (None, None));
+}
+
+#[test]
+fn off_there_is_no_event_no_allocation_and_no_node() {
+    let device = Device::flex().autodiff();
+    let x = Tensor::<1>::ones([4], &device).require_grad();
+    let twice = |x: Tensor<1>| phase::around("twice", None, x, |x| x * 2);
+    twice(x.clone());
+    let profiler = Profiler::new(33, RankHeap::new(33));
+    {
+        let _on = profiler.enter();
+        profiler.record(true);
+    }
+    // Its listening is over; this thread's phases are nobody's.
+    let _owned = heap::own(34);
+    let (mine, allocated) = (heap::in_use_by(34), heap::take_peak_by(34));
+    for index in 0..1000 {
+        let _phase = phase::enter("phase", Some(index));
+        let _pass = phase::pass("stage", Some(index), phase::Pass::Forward);
+    }
+    assert_eq!((heap::in_use_by(34), heap::take_peak_by(34)), (mine, allocated.min(mine)));
+    // As many bytes as without `around`: no step of the tape.
+    let kept = |f: &dyn Fn(Tensor<1>) -> Tensor<1>| {
+        let before = heap::in_use_by(34);
+        let y = f(x.clone());
+        (heap::in_use_by(34) - before, y)
+    };
+    let (plain, _y) = kept(&|x| x * 2);
+    let (around, _z) = kept(&twice);
+    assert_eq!(plain, around);
+    assert_eq!(profiler.finish().spans, []);
+}
+
+#[test]
+fn phases_around_tensors_last_from_gradient_to_gradient() {
+    let (report, grad) = recorded(35, || {
+        let device = Device::flex().autodiff();
+        let x = Tensor::<1>::from_floats([3.0], &device).require_grad();
+        let y = phase::after("begin", None, || x.clone() * 1);
+        let y = phase::around("block", Some(0), y, |y| y.clone() * y);
+        let y = phase::around("block", Some(1), y, |y| phase::around("inner", None, y, |y| y * 5));
+        let _backward = phase::enter("backward", None);
+        x.grad(&y.backward()).unwrap().into_scalar::<f32>()
+    });
+    assert_eq!(grad, 30.0);
+    let timeline = &report.ranks()[0];
+    let path =
+        |phase: usize| timeline.path(phase).iter().map(|phase| phase.label.clone()).collect::<Vec<_>>().join("/");
+    let ends: Vec<_> = timeline.spans.iter().map(|span| path(span.phase)).collect();
+    assert_eq!(
+        ends,
+        [
+            "begin forward",
+            "block 0 forward",
+            "block 1 forward/inner forward",
+            "block 1 forward",
+            "backward/block 1 backward/inner backward",
+            "backward/block 1 backward",
+            "backward/block 0 backward",
+            // It has no end of its own.
+            "backward/begin backward",
+            "backward",
+        ]
+    );
+}
+
+/// Bytes and calls of each collective, as the profile has them.
+fn collectives(timeline: &Timeline) -> HashMap<&str, (u64, u64, u64)> {
+    let mut found: HashMap<&str, (u64, u64, u64)> = HashMap::new();
+    for span in &timeline.spans {
+        let kind = &*timeline.phases[span.phase].kind;
+        if Operation::ALL.iter().any(|operation| operation.name() == kind) {
+            let count = found.entry(kind).or_default();
+            *count = (count.0 + 1, count.1 + span.sent, count.2 + span.received);
+        }
+    }
+    found
+}
+
+fn assert_traffic(timeline: &Timeline, traffic: &Traffic) {
+    let found = collectives(timeline);
+    for operation in Operation::ALL {
+        let count = traffic.of(operation);
+        let (calls, sent, received) = found.get(operation.name()).copied().unwrap_or_default();
+        assert_eq!((calls, sent, received), (count.calls, count.sent, count.received), "{operation}");
+    }
+}
+
+#[test]
+fn bytes_of_collectives_are_those_that_the_group_counts() {
+    let ranks = launch(3, |world: ProcessGroup| {
+        let me = world.rank();
+        let profiler = Profiler::new(me, ResidentSet);
+        let _on = profiler.enter();
+        profiler.record(true);
+        let value = |n: usize| TensorData::new(vec![1f32; n], [n]);
+        {
+            let _step = phase::enter("step", Some(1));
+            world.all_to_all(vec![value(5); 3])?;
+            world.all_gather(value(7))?;
+            world.all_gather_uneven(value(1 + me))?;
+            world.reduce_scatter(vec![value(2); 3], ReduceOp::Sum)?;
+            world.all_reduce(value(1), ReduceOp::Sum)?;
+            world.all_reduce(value(30_000), ReduceOp::Sum)?;
+            world.broadcast((me == 2).then(|| value(10)), 2)?;
+            world.shift(value(6), 1)?;
+            world.barrier()?;
+        }
+        Ok::<_, Error>((profiler.finish(), world.traffic()))
+    })
+    .unwrap();
+    for (timeline, traffic) in &ranks {
+        assert_traffic(timeline, traffic);
+        let step = timeline.spans.iter().find(|span| span.depth == 0).unwrap();
+        assert_eq!((step.sent, step.received), (traffic.total().sent, traffic.total().received));
+    }
+    // Of the table: the largest rank's, not the sum.
+    let largest = ranks.iter().map(|(_, traffic)| traffic.total().sent).max();
+    let report = Report::new(ranks.into_iter().map(|(timeline, _)| timeline));
+    assert_eq!(Some(named(&report.phases(), "step").sent), largest);
+}
+
+struct Outcome {
+    timeline: Option<Timeline>,
+    traffic: Traffic,
+    bits: Vec<u8>,
+}
+
+const BLOCKS: usize = 3;
+
+/// The bits of all gradients.
+struct Bits<'a> {
+    grads: &'a GradientsParams,
+    bits: &'a mut Vec<u8>,
+}
+
+impl ModuleVisitor for Bits<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(grad) = self.grads.get::<D>(param.id) {
+            self.bits.extend_from_slice(grad.into_data().as_bytes());
+        }
+    }
+}
+
+/// Two steps' losses and gradients of a real model on two ranks.
+fn step(checkpoint: bool, fsdp: bool, profiled: bool) -> Vec<Outcome> {
+    launch(2, move |world: ProcessGroup| {
+        let me = world.rank();
+        let device = Device::flex().autodiff();
+        let config = LlamaConfig::new(32, 16, 24, BLOCKS, 4, 2);
+        let parallel = ParallelConfig {
+            attention: AttentionScheme::UPipe { heads_per_stage: Some(2) },
+            checkpoint,
+            blocks_per_checkpoint: 1,
+            mlp_tile: Some(3),
+            norm_tile: None,
+            loss_tile: Some(3),
+        };
+        let mesh = Mesh::new(&world, MeshShape { ulysses: 2, ..MeshShape::default() })?;
+        let model = filled(Llama::undrawn(&config, &parallel, &device)?, 7, DType::F32, 0.4);
+        let fsdp = match fsdp {
+            true => Some(Fsdp::new(&mesh, &Axis::ALL, FsdpConfig::new())?),
+            false => None,
+        };
+        let model = match &fsdp {
+            Some(fsdp) => fsdp.shard(model)?,
+            None => model.fork(&device),
+        };
+        let profiler = profiled.then(|| Profiler::new(me, RankHeap::new(me)));
+        let _on = profiler.as_ref().map(|profiler| {
+            profiler.record(true);
+            profiler.enter()
+        });
+        world.reset_traffic();
+        let batch = Batch::from_rows(&[(0..13).map(|i| (i * 5 + 3) % 32).collect()])?;
+        let shard = device.context_parallel(mesh.axis(Axis::Ulysses)).shard(&batch)?;
+        let mut bits = Vec::new();
+        for number in 1..=2 {
+            let _step = phase::enter("step", Some(number));
+            if let Some(fsdp) = &fsdp {
+                fsdp.begin(&model);
+            }
+            let loss = model.loss(&shard, mesh.axis(Axis::Ulysses))?.mean;
+            bits.extend_from_slice(loss.clone().inner().into_data().as_bytes());
+            let grads = {
+                let _backward = phase::enter("backward", None);
+                GradientsParams::from_grads(loss.backward(), &model)
+            };
+            let grads = match &fsdp {
+                Some(fsdp) => fsdp.finish(grads, &model)?,
+                None => sum_gradients(grads, &model, &world)?,
+            };
+            let mut all = Bits { grads: &grads, bits: &mut bits };
+            model.visit(&mut all);
+        }
+        drop(fsdp);
+        let timeline = profiler.map(|profiler| profiler.finish());
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(Outcome { timeline, traffic: world.traffic(), bits })
+    })
+    .unwrap()
+}
+
+#[test]
+fn a_real_step_has_every_block_in_both_directions_and_is_the_same_as_without() {
+    for (checkpoint, fsdp) in [(true, false), (false, false), (true, true)] {
+        let plain = step(checkpoint, fsdp, false);
+        let profiled = step(checkpoint, fsdp, true);
+        for (plain, profiled) in plain.iter().zip(&profiled) {
+            assert!(!plain.bits.is_empty());
+            assert!(plain.bits == profiled.bits, "checkpoint {checkpoint}, fsdp {fsdp}: other bits");
+            assert_eq!(plain.traffic, profiled.traffic);
+            assert_traffic(profiled.timeline.as_ref().unwrap(), &profiled.traffic);
+        }
+        let report = Report::new(profiled.into_iter().filter_map(|outcome| outcome.timeline));
+        let numbered = report.numbered();
+        for block in 0..BLOCKS {
+            for pass in ["forward", "backward"] {
+                assert_eq!(named(&numbered, &format!("block {block} {pass}")).count, 2, "{report}");
+            }
+        }
+        for stage in 0..2 {
+            for pass in ["forward", "backward"] {
+                // Again in each backward pass, where blocks are recomputed.
+                let again = if checkpoint && pass == "forward" { 2 } else { 1 };
+                assert_eq!(named(&numbered, &format!("stage {stage} {pass}")).count, 2 * BLOCKS * again);
+            }
+        }
+        let phases = report.phases();
+        for name in
+            ["embedding forward", "embedding backward", "loss forward", "loss backward", "mlp backward", "recompute"]
+        {
+            assert!(named(&phases, name).count > 0);
+        }
+        let recomputed = phases
+            .iter()
+            .any(|phase| phase.around.last().is_some_and(|last| last == "block backward") && phase.name == "recompute");
+        assert_eq!(recomputed, checkpoint, "{report}");
+        for timeline in report.ranks() {
+            let within: f64 = timeline
+                .spans
+                .iter()
+                .filter(|span| span.depth == 0 && span.thread == 0)
+                .map(|span| span.duration.as_secs_f64())
+                .sum();
+            assert!(within > 0.0 && within <= timeline.wall().as_secs_f64());
+            // Phases within one are not longer than it.
+            for span in &timeline.spans {
+                let inner: f64 = timeline
+                    .spans
+                    .iter()
+                    .filter(|inner| {
+                        inner.thread == span.thread
+                            && inner.depth == span.depth + 1
+                            && inner.start >= span.start
+                            && inner.start + inner.duration <= span.start + span.duration
+                    })
+                    .map(|inner| inner.duration.as_secs_f64())
+                    .sum();
+                assert!(inner <= span.duration.as_secs_f64() + 1e-9);
+            }
+        }
+        trace_is_whole(&report);
+        page_stands_alone(&report);
+    }
+}
+
+/// Complete events nest on each thread, and every span of the profile is one.
+fn trace_is_whole(report: &Report) {
+    let text = report.trace().to_string();
+    let trace: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let number = |event: &serde_json::Value, name: &str| event[name].as_f64().unwrap();
+    let mut open: HashMap<(u64, u64), Vec<f64>> = HashMap::new();
+    let mut complete = 0;
+    for event in events.iter().filter(|event| event["ph"] == "X") {
+        complete += 1;
+        let (begin, end) = (number(event, "ts"), number(event, "ts") + number(event, "dur"));
+        let stack = open.entry((event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap())).or_default();
+        while stack.last().is_some_and(|around| *around <= begin) {
+            stack.pop();
+        }
+        // In microseconds with nanoseconds behind the point: as exact as a clock.
+        assert!(stack.last().is_none_or(|around| end <= around + 1e-3), "{event} reaches out of what is around it");
+        stack.push(end);
+    }
+    assert_eq!(complete, report.ranks().iter().map(|timeline| timeline.spans.len()).sum::<usize>());
+    for rank in report.ranks() {
+        let of_rank =
+            |event: &&serde_json::Value| event["pid"] == rank.rank && event["ph"] == "C" && event["name"] == "memory";
+        let counters: Vec<_> = events.iter().filter(of_rank).collect();
+        assert_eq!(counters.len(), rank.samples.len());
+        assert!(counters.iter().all(|event| event["args"]["in use"].is_u64() && event["args"]["reserved"].is_u64()));
+        assert!(counters.windows(2).all(|pair| number(pair[0], "ts") <= number(pair[1], "ts")));
+    }
+}
+
+/// Nothing is loaded from anywhere, and all that is opened is closed.
+fn page_stands_alone(report: &Report) {
+    let page = report.html();
+    for loads in ["http:", "https:", "src=", "href=", "@import", "url(", "<script"] {
+        assert!(!page.contains(loads), "{loads}");
+    }
+    assert!(page.contains("prefers-color-scheme: dark"));
+    for tag in ["svg", "path", "title", "rect", "ul", "li", "span", "body", "html", "text", "style"] {
+        let opened = page.matches(&format!("<{tag} ")).count() + page.matches(&format!("<{tag}>")).count();
+        let selfclosed = if tag == "path" || tag == "rect" {
+            page.split(&format!("<{tag} "))
+                .skip(1)
+                .filter(|rest| rest.split('>').next().unwrap().ends_with('/'))
+                .count()
+        } else {
+            0
+        };
+        assert_eq!(opened - selfclosed, page.matches(&format!("</{tag}>")).count(), "{tag}");
+    }
+    for timeline in report.ranks() {
+        assert!(page.contains(&format!("<h2>rank {}: peak", timeline.rank)));
+        for group in timeline.groups.iter().filter(|group| !["step", "backward"].contains(&group.as_str())) {
+            assert!(page.contains(&format!("</span>{group}</li>")), "{group}");
+        }
+    }
+}
