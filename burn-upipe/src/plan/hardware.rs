@@ -13,7 +13,8 @@ pub enum DeviceKind {
     Cpu,
 }
 
-/// One device, its host, and what connects them. Rates are a second's; every field may be set.
+/// One device, its host, and what connects them. Rates are a second's; every field may be set. A CPU is one device and host in one, which
+/// all ranks share.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Hardware {
     /// What people call it.
