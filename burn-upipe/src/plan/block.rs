@@ -303,7 +303,9 @@ impl Block {
                 if !self.copying {
                     ledger.free(ATTENTION, 2 * q); // out, d_out
                 }
-                let gradients = results(qg + 2 * kg);
+                // Kernels on GPUs sum dk and dv in f32 only where query heads share them.
+                let alone = !self.kernel.1 && kg == qg;
+                let gradients = results(qg) + if alone { 2 * kg } else { results(2 * kg) };
                 ledger.take(ATTENTION, gradients);
                 ledger.flash(ATTENTION, self.scratch[1] + cast(2 * qg + 2 * kg));
                 ledger.take(ATTENTION, q + 2 * k);

@@ -142,3 +142,25 @@ impl fmt::Display for Tokens {
         })
     }
 }
+
+/// Seconds as people read them.
+///
+/// ```
+/// use burn_upipe::plan::Seconds;
+///
+/// assert_eq!([0.0, 0.0123, 12.34, 7000.0, 36000.0].map(|s| Seconds(s).to_string()), ["0 s", "12.3 ms", "12.3 s", "116.7 min", "10.00 h"]);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Seconds(pub f64);
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&match self.0 {
+            0.0 => "0 s".to_owned(),
+            short if short < 1.0 => format!("{:.1} ms", 1e3 * short),
+            some if some < 600.0 => format!("{some:.1} s"),
+            long if long < 7200.0 => format!("{:.1} min", long / 60.0),
+            long => format!("{:.2} h", long / 3600.0),
+        })
+    }
+}

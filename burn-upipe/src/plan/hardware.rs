@@ -13,7 +13,8 @@ pub enum DeviceKind {
     Cpu,
 }
 
-/// One device, its host, and what connects them. Rates are a second's; every field may be set.
+/// One device, its host, and what connects them. Rates are a second's; every field may be set. A CPU is one device and host in one, which
+/// all ranks share.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Hardware {
     /// What people call it.
@@ -82,7 +83,7 @@ const COMMUNICATORS: usize = GIB;
 const NETWORK_COMMUNICATORS: usize = 2 * GIB;
 
 /// What an allocator loses of what changes in a step, in percent.
-const FRAGMENTATION: usize = 10;
+const FRAGMENTATION: usize = 12;
 
 /// The devices that are known by name, and `this`.
 pub const DEVICES: [&str; 10] = [

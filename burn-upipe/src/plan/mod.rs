@@ -48,7 +48,7 @@ pub mod time;
 mod traffic;
 mod walk;
 
-pub use describe::{Bytes, Tokens};
+pub use describe::{Bytes, Seconds, Tokens};
 pub use flops::{Flops, flops};
 pub use hardware::{Budget, DEVICES, DeviceKind, Hardware, Machines, device};
 pub use ladder::{Rung, ladder};

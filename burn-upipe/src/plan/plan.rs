@@ -6,7 +6,9 @@ use std::fmt;
 use serde::Serialize;
 
 use super::traffic::most;
-use super::{Budget, Bytes, Flops, Machines, Memory, PlanError, Setup, StepTime, Tokens, flops, longest, memory, time};
+use super::{
+    Budget, Bytes, Flops, Machines, Memory, PlanError, Seconds, Setup, StepTime, Tokens, flops, longest, memory, time,
+};
 
 /// What a setup runs into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -322,15 +324,15 @@ impl fmt::Display for Plan {
         let part = &self.seconds_by_part;
         writeln!(
             f,
-            "a step takes about {:.3} s, {:.1} tokens/s a device: max(compute {:.3}, memory {:.3}) + communication {:.3} + \
-             offload {:.3} + optimizer {:.3}, if",
-            self.seconds,
+            "a step takes about {}, {:.1} tokens/s a device: max(compute {}, memory {}) + communication {} + offload {} + \
+             optimizer {}, if",
+            Seconds(self.seconds),
             self.tokens_per_second_per_device,
-            part.compute,
-            part.memory,
-            part.communication,
-            part.offload,
-            part.optimizer
+            Seconds(part.compute),
+            Seconds(part.memory),
+            Seconds(part.communication),
+            Seconds(part.offload),
+            Seconds(part.optimizer)
         )?;
         self.assumptions.iter().try_for_each(|assumption| writeln!(f, "- {assumption}"))
     }
@@ -344,19 +346,22 @@ impl Plan {
         names.dedup();
         let first = names.iter().map(|name| name.len()).max().unwrap_or(0).max("on the device".len()) + 2;
         write!(f, "\n{:<first$}", "on the device")?;
+        let width = |phase: &Phase| phase.name.len().max(11) + 2;
         for phase in &self.phases {
             let mark = if phase.name == self.peak_phase { "*" } else { "" };
-            write!(f, "{:>13}", format!("{}{mark}", phase.name))?;
+            write!(f, "{:>width$}", format!("{}{mark}", phase.name), width = width(phase))?;
         }
         for name in names {
             write!(f, "\n{name:<first$}")?;
             for phase in &self.phases {
                 let bytes = phase.parts.get(name).map(|bytes| Bytes(*bytes).to_string()).unwrap_or_default();
-                write!(f, "{bytes:>13}")?;
+                write!(f, "{bytes:>width$}", width = width(phase))?;
             }
         }
         write!(f, "\n{:<first$}", "all")?;
-        self.phases.iter().try_for_each(|phase| write!(f, "{:>13}", Bytes(phase.bytes).to_string()))?;
+        self.phases
+            .iter()
+            .try_for_each(|phase| write!(f, "{:>width$}", Bytes(phase.bytes).to_string(), width = width(phase)))?;
         writeln!(f)
     }
 }

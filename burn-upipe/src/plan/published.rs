@@ -36,11 +36,11 @@ impl Techniques {
 }
 
 /// Tokens of a tile where nobody says: large enough for efficient products, small beside a sequence that needs tiles.
-pub const MLP_TILE: usize = 8192;
+pub const MLP_TILE: usize = 2048;
 /// Norms have no products, and their tiles are cheap.
 pub const NORM_TILE: usize = 8192;
 /// A tile of logits is as wide as the vocabulary.
-pub const LOSS_TILE: usize = 2048;
+pub const LOSS_TILE: usize = 512;
 
 impl Setup {
     /// One sequence over so many H100 with everything on ([`Techniques::all`]).

@@ -3,7 +3,7 @@
 //! L local sequence, E width, F feed-forward width, H query heads, G key/value heads, D head dimension, V vocabulary.
 
 use super::traffic::{TrafficKind, most};
-use super::{Flops, KindTraffic, Machines, PlanError, Setup, StatePlace, WaitingPlace, flops};
+use super::{DeviceKind, Flops, KindTraffic, Machines, PlanError, Setup, StatePlace, WaitingPlace, flops};
 
 /// What matrix products achieve of a GPU's dense peak in training steps like these. Fitted together with [`GPU_ATTENTION`], once, to the
 /// published tokens/s of Ulysses and U-Pipe on 8 H100 (arXiv 2602.21196; Llama 3 8B, 128K to 5M tokens): it stands for everything that
@@ -59,10 +59,12 @@ pub fn time(setup: &Setup, machines: &Machines) -> Result<StepTime, PlanError> {
 
 pub(super) fn of(setup: &Setup, machines: &Machines, flops: &Flops, traffic: &[KindTraffic]) -> StepTime {
     let hardware = &machines.hardware;
-    let matmul = (flops.matmul + flops.matmul_again) / (hardware.flops * hardware.matmul_fraction);
-    let attention = (flops.attention + flops.attention_again) / (hardware.flops * hardware.attention_fraction);
-    let compute = matmul + attention;
-    let memory = device_bytes(setup) / hardware.memory_bandwidth;
+    // Ranks that are threads share the cores and what feeds them.
+    let ranks = if hardware.kind == DeviceKind::Cpu { machines.on_host() as f64 } else { 1.0 };
+    let matmul = (flops.matmul + flops.matmul_again) / hardware.matmul_fraction;
+    let attention = (flops.attention + flops.attention_again) / hardware.attention_fraction;
+    let compute = ranks * (matmul + attention) / hardware.flops;
+    let memory = ranks * device_bytes(setup) / hardware.memory_bandwidth;
     let busy = compute.max(memory);
 
     let mut time = StepTime { compute, memory, ..StepTime::default() };
@@ -104,7 +106,8 @@ fn offloaded(setup: &Setup) -> usize {
     let techniques = &setup.techniques;
     let (Some(blocks), Some(offload)) = (techniques.checkpoint, techniques.offload) else { return 0 };
     let inputs = setup.model.layers.div_ceil(blocks).div_ceil(offload.every);
-    inputs * crate::checkpoint::saved_bytes(setup.batch, setup.local(), setup.model.width, setup.accounting.compute)
+    let one = crate::checkpoint::saved_bytes(setup.batch, setup.local(), setup.model.width, setup.accounting.compute);
+    (inputs * one).saturating_sub(offload.keep)
 }
 
 /// Bytes of device memory that are read and written: a forward pass touches each block's x some ten times, q, k, v and the
@@ -135,7 +138,7 @@ pub(super) fn assumptions(machines: &Machines) -> Vec<String> {
             percent(hardware.matmul_fraction),
             percent(hardware.attention_fraction),
             hardware.flops / 1e12,
-            if hardware.kind == super::DeviceKind::Gpu { ", fitted once to published steps on H100" } else { ", a guess" }
+            if hardware.kind == DeviceKind::Gpu { ", fitted once to published steps on H100" } else { ", a guess" }
         ),
         format!("device memory moves {:.2} GB/s", hardware.memory_bandwidth / 1e9),
         format!(

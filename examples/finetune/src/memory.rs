@@ -4,7 +4,7 @@ use std::thread;
 
 use burn_upipe::offload::{OffloadPolicy, Place};
 use burn_upipe::plan::{
-    self, Accounting, Attention, Bytes, ModelShape, PlanError, Setup, StatePlace, Techniques, WaitingPlace, memory,
+    self, Accounting, Attention, Bytes, PlanError, Setup, StatePlace, Techniques, WaitingPlace, memory,
 };
 use burn_upipe::profile::heap;
 use burn_upipe::upipe::AttentionScheme;
@@ -17,19 +17,7 @@ use crate::values::Precision;
 /// The plan as the planner reads it.
 pub(crate) fn setup(plan: &Plan) -> Setup {
     let (config, parallel) = (&plan.config, &plan.parallel);
-    let model = ModelShape {
-        name: String::new(),
-        vocab: config.vocab_size,
-        width: config.hidden_size,
-        inner: config.intermediate_size,
-        layers: config.num_hidden_layers,
-        heads: config.num_attention_heads,
-        kv_heads: config.num_key_value_heads,
-        head_dim: config.head_dim,
-        tied: config.tie_word_embeddings,
-        qkv_bias: config.qkv_bias(),
-        qk_norm: config.qk_norm().is_some(),
-    };
+    let model = config.shape("");
     let threads = thread::available_parallelism().map_or(1, usize::from);
     let mut accounting = Accounting::flex(threads);
     let ranks = if plan.fsdp { plan.ranks } else { 1 };

@@ -177,7 +177,9 @@ fn a_model_is_a_name_or_a_configuration() {
         }
         assert_eq!(read["notes"].as_array().unwrap().len(), 0);
     }
-    write(&format!("{{\"model_type\": \"qwen3\", \"use_sliding_window\": true, \"sliding_window\": 4096, {fields}}}"));
+    write(&format!(
+        "{{\"model_type\": \"qwen3\", \"use_sliding_window\": true, \"max_window_layers\": 0, \"sliding_window\": 4096, {fields}}}"
+    ));
     assert!(line(&folder.path().display().to_string())["notes"][0].as_str().unwrap().contains("window of 4096 tokens"));
     write("{\"model_type\": \"mamba\"}");
     let output = plan(&format!("--model {} --seq-len 1K", folder.path().display()));
