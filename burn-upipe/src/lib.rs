@@ -7,7 +7,7 @@
 //! | [`upipe`] | q, k, v and their exchange buffers, each as large as all heads | walks over the heads in stages and reuses the buffers |
 //! | [`checkpoint`] | every intermediate of every block | keeps a block's input and computes the block again |
 //! | [`tiling`] | feed-forward, norms, and logits as wide as the vocabulary | takes a tile of tokens at a time |
-//! | [`profile`] | | counts the bytes that were really used |
+//! | [`profile`] | | records where time and memory went, by phase; counts the bytes that were really used |
 //! | [`learner`] | | saves a run by step, whole or not at all, and loads it on another mesh |
 //!
 //! Each is optional, and all of them compose: any subset gives the loss and the gradients of one device without them, within

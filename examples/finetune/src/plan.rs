@@ -377,11 +377,10 @@ fn profile(args: &Args, steps: usize) -> Result<Option<Profile>> {
         None => Steps::range(2.min(steps), 3.min(steps)),
     };
     let shown = folder.display();
-    if folder.exists() && !folder.is_dir() {
-        return Err(Error::input(
-            format!("--profile {shown}: not a folder"),
-            "name a folder, or one that is to be made",
-        ));
+    if let Some(there) = folder.ancestors().find(|path| path.exists()).filter(|path| !path.is_dir()) {
+        let what = if there == folder { String::new() } else { format!("{} is ", there.display()) };
+        let remedy = "name a folder, or one that is to be made";
+        return Err(Error::input(format!("--profile {shown}: {what}not a folder"), remedy));
     }
     if let Some(file) = profile::files(folder).into_iter().find(|file| file.exists()) {
         let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -506,6 +505,9 @@ mod tests {
     #[case("--save-every 7 --keep 3", "checkpoints  every 7 steps, at the end and on request; the newest 3 stay")]
     #[case("--seq-len 64 --mesh data=2 --batch 2 --eval", "loss over all sequences, 4 at a time")]
     #[case("--seq-len 64 --sequences 3 --batch 2 --eval", "loss over all sequences, 2 at a time")]
+    #[case("--profile new --steps 9", "profile      of steps 2-3, in new")]
+    #[case("--profile new --steps 1", "profile      of steps 1, in new")]
+    #[case("--profile new --steps 9 --profile-steps 1,4-6", "profile      of steps 1,4-6, in new")]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]
     fn derived_values_are_shown_with_their_reason(#[case] args: &str, #[case] expected: &str) {
         let text = plan(args).unwrap().to_string();
