@@ -36,7 +36,8 @@ fn main() -> ExitCode {
 }
 
 type Child = fn(&Path) -> ExitCode;
-const CHILDREN: [(&str, Child); 4] = [("full", full), ("together", together), ("survives", survives), ("panics", panics)];
+const CHILDREN: [(&str, Child); 4] =
+    [("full", full), ("together", together), ("survives", survives), ("panics", panics)];
 
 fn child(name: &str) -> (ExitStatus, String) {
     let folder = tempfile::tempdir().unwrap();

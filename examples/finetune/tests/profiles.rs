@@ -61,7 +61,11 @@ fn a_profile_is_of_the_steps_that_were_asked_for_and_changes_nothing() {
         let table = fs::read_to_string(profile.join("profile.txt")).unwrap();
         let runs = |phase: &str| {
             let line = table.lines().find(|line| line.trim_start().starts_with(phase));
-            line.unwrap_or_else(|| panic!("no {phase} in {table}")).split_whitespace().nth(phase.split(' ').count()).unwrap().to_owned()
+            line.unwrap_or_else(|| panic!("no {phase} in {table}"))
+                .split_whitespace()
+                .nth(phase.split(' ').count())
+                .unwrap()
+                .to_owned()
         };
         // Two steps of four blocks.
         assert_eq!((runs("step"), runs("block forward"), runs("optimizer")), ("2".into(), "8".into(), "2".into()));
@@ -83,7 +87,10 @@ fn when_memory_is_out_what_it_was_full_of_is_written() {
     assert!(stderr.contains("error: out of memory: see profile/out-of-memory.txt"), "{stderr}");
     let text = fs::read_to_string(folder.path().join("profile/out-of-memory.txt")).unwrap();
     let first = text.lines().next().unwrap();
-    assert!(first.starts_with("out of memory: an allocation of ") && first.contains(" bytes failed in rank 0, "), "{text}");
+    assert!(
+        first.starts_with("out of memory: an allocation of ") && first.contains(" bytes failed in rank 0, "),
+        "{text}"
+    );
     // What the blocks keep is most of it.
     let most = text.lines().skip_while(|line| !line.starts_with("alive by")).nth(1).unwrap();
     assert!(most.contains("MiB  rank 0    block forward"), "{text}");

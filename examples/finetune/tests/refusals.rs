@@ -214,7 +214,11 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--keep 0", "invalid value '0' for '--keep", "give a whole number from 1")]
 #[case("--keep -1", "invalid value '-1' for '--keep", "give a whole number from 1")]
 #[case("--profile-steps 2-3", "--profile-steps without --profile", "--profile DIR")]
-#[case("--profile new --profile-steps 3-2", "invalid value '3-2' for '--profile-steps", "give steps from 1, as 2-3 or 1,4-6")]
+#[case(
+    "--profile new --profile-steps 3-2",
+    "invalid value '3-2' for '--profile-steps",
+    "give steps from 1, as 2-3 or 1,4-6"
+)]
 #[case("--profile new --profile-steps 0-2", "invalid value '0-2' for '--profile-steps", "give steps from 1")]
 #[case("--profile new --profile-steps all", "invalid value 'all' for '--profile-steps", "give steps from 1")]
 #[case("--profile new --profile-steps 1,8-9 --steps 8", "--profile-steps 1,8-9 of 8 steps", "use steps from 1 to 8")]
