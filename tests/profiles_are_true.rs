@@ -146,15 +146,18 @@ fn off_there_is_no_event_no_allocation_and_no_node() {
         let _pass = phase::pass("stage", Some(index), phase::Pass::Forward);
     }
     assert_eq!((heap::in_use_by(34), heap::take_peak_by(34)), (mine, allocated.min(mine)));
-    // As many bytes as without `around`: no step of the tape.
+    // As many bytes as without `around`: no step of the tape. The least of many: the tape's own tables grow now and then.
     let kept = |f: &dyn Fn(Tensor<1>) -> Tensor<1>| {
-        let before = heap::in_use_by(34);
-        let y = f(x.clone());
-        (heap::in_use_by(34) - before, y)
+        let once = |_| {
+            let before = heap::in_use_by(34);
+            let _y = f(x.clone());
+            heap::in_use_by(34).saturating_sub(before)
+        };
+        (0..50).map(once).min()
     };
-    let (plain, _y) = kept(&|x| x * 2);
-    let (around, _z) = kept(&twice);
-    assert_eq!(plain, around);
+    let plain = kept(&|x| x * 2);
+    assert!(plain > Some(0));
+    assert_eq!(kept(&twice), plain);
     assert_eq!(profiler.finish().spans, []);
 }
 
@@ -331,10 +334,21 @@ fn step(checkpoint: bool, fsdp: bool, profiled: bool) -> Vec<Outcome> {
 fn a_real_step_has_every_block_in_both_directions_and_is_the_same_as_without() {
     for (checkpoint, fsdp) in [(true, false), (false, false), (true, true)] {
         let plain = step(checkpoint, fsdp, false);
+        for (plain, again) in plain.iter().zip(step(checkpoint, fsdp, false)) {
+            let differs = plain.bits.iter().zip(&again.bits).position(|(a, b)| a != b);
+            assert_eq!(
+                differs,
+                None,
+                "checkpoint {checkpoint}, fsdp {fsdp}: not the same twice, of {}",
+                plain.bits.len()
+            );
+        }
         let profiled = step(checkpoint, fsdp, true);
         for (plain, profiled) in plain.iter().zip(&profiled) {
             assert!(!plain.bits.is_empty());
-            assert!(plain.bits == profiled.bits, "checkpoint {checkpoint}, fsdp {fsdp}: other bits");
+            let differs = plain.bits.iter().zip(&profiled.bits).position(|(a, b)| a != b);
+            assert_eq!(differs, None, "checkpoint {checkpoint}, fsdp {fsdp}: other bits, of {}", plain.bits.len());
+            assert_eq!(plain.bits.len(), profiled.bits.len());
             assert_eq!(plain.traffic, profiled.traffic);
             assert_traffic(profiled.timeline.as_ref().unwrap(), &profiled.traffic);
         }

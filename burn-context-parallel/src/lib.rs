@@ -59,6 +59,7 @@
 //! | [`collective`] | collectives as differentiable operations, each beside its adjoint |
 //! | [`flash`] | exact attention in O(S) memory, forward and backward |
 //! | [`fsdp`] | weights, gradients and optimizer state in shards over ranks |
+//! | [`phase`] | what a rank is doing, for whoever records where time and memory go |
 //! | [`vjp`], [`buffer`] | for those who write operations with a backward pass of their own |
 //!
 //! # Gradients

@@ -91,7 +91,8 @@ pub(crate) fn moved(sent: u64, received: u64) {
 /// `f(x)` as a phase in both directions: `f` runs in the forward one, and the backward pass of what `f` did in the backward one.
 ///
 /// The backward phase begins when the gradient of the result is there, and ends when that of `x` is. If `x` needs no gradient, it ends
-/// with the phase around it. While nobody listens this is `f(x)`.
+/// with the phase around it. While nobody listens this is `f(x)`. While somebody does, values are the same; if `x` is used outside of
+/// `f` as well, and several times within, the sum of its gradients is taken in another order.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

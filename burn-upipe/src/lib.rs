@@ -9,7 +9,7 @@
 //! | [`offload`] | what checkpoints keep, an input a block | lets it wait in host memory or on disk |
 //! | [`tiling`] | feed-forward, norms, and logits as wide as the vocabulary | takes a tile of tokens at a time |
 //! | [`plan`] | | says what a step will take, and what fits, before it runs |
-//! | [`profile`] | | counts the bytes that were really used |
+//! | [`profile`] | | records where time and memory went, by phase; counts the bytes that were really used |
 //! | [`learner`] | | saves a run by step, whole or not at all, and loads it on another mesh |
 //!
 //! Each is optional, and all of them compose: any subset gives the loss and the gradients of one device without them, within

@@ -110,8 +110,8 @@ fn near(name: &str, known: &[String]) -> String {
     }
 }
 
-/// The plan as a file that `--config` takes: the same run again, with everything decided. Without `out`, `resume` and `overwrite`:
-/// each of those is said anew.
+/// The plan as a file that `--config` takes: the same run again, with everything decided. Without `out`, `resume`,
+/// `overwrite` and `profile`: each of those is said anew.
 pub(crate) fn resolved(plan: &Plan) -> String {
     let mut file = "# This run again, in a folder of its own: finetune --config THIS_FILE --out NEW\n".to_owned();
     // Line by line, in the order of --help; a table would sort them.

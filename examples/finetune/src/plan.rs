@@ -383,11 +383,10 @@ fn profile(args: &Args, steps: usize) -> Result<Option<Profile>> {
         None => Steps::range(2.min(steps), 3.min(steps)),
     };
     let shown = folder.display();
-    if folder.exists() && !folder.is_dir() {
-        return Err(Error::input(
-            format!("--profile {shown}: not a folder"),
-            "name a folder, or one that is to be made",
-        ));
+    if let Some(there) = folder.ancestors().find(|path| path.exists()).filter(|path| !path.is_dir()) {
+        let what = if there == folder { String::new() } else { format!("{} is ", there.display()) };
+        let remedy = "name a folder, or one that is to be made";
+        return Err(Error::input(format!("--profile {shown}: {what}not a folder"), remedy));
     }
     if let Some(file) = profile::files(folder).into_iter().find(|file| file.exists()) {
         let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -549,6 +548,9 @@ mod tests {
         "--offload host",
         "peak         heap bytes of this process: the sum over all its ranks; without what offload has"
     )]
+    #[case("--profile new --steps 9", "profile      of steps 2-3, in new")]
+    #[case("--profile new --steps 1", "profile      of steps 1, in new")]
+    #[case("--profile new --steps 9 --profile-steps 1,4-6", "profile      of steps 1,4-6, in new")]
     #[case("--mlp-tile 100", "mlp tile     100 tokens, 11 a shard")]
     fn derived_values_are_shown_with_their_reason(#[case] args: &str, #[case] expected: &str) {
         let text = plan(args).unwrap().to_string();

@@ -13,11 +13,12 @@ use rstest::rstest;
 static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
-    for name in ["empty", "full", "noconfig"] {
+    for name in ["empty", "full", "noconfig", "profiled"] {
         fs::create_dir(path(name)).unwrap();
     }
     let write = |name: &str, text: &[u8]| fs::write(path(name), text).unwrap();
     write("full/file", b"");
+    write("profiled/trace.json", b"{}");
     write("empty.txt", b"");
     write("empty.jsonl", b"\n");
     write("latin.jsonl", b"{\"text\": \"fine\"}\n{\"text\": \"gr\xfcn\"}\n");
@@ -212,6 +213,19 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--save-every 0", "invalid value '0' for '--save-every", "give a whole number from 1")]
 #[case("--keep 0", "invalid value '0' for '--keep", "give a whole number from 1")]
 #[case("--keep -1", "invalid value '-1' for '--keep", "give a whole number from 1")]
+#[case("--profile-steps 2-3", "--profile-steps without --profile", "--profile DIR")]
+#[case(
+    "--profile new --profile-steps 3-2",
+    "invalid value '3-2' for '--profile-steps",
+    "give steps from 1, as 2-3 or 1,4-6"
+)]
+#[case("--profile new --profile-steps 0-2", "invalid value '0-2' for '--profile-steps", "give steps from 1")]
+#[case("--profile new --profile-steps all", "invalid value 'all' for '--profile-steps", "give steps from 1")]
+#[case("--profile new --profile-steps 1,8-9 --steps 8", "--profile-steps 1,8-9 of 8 steps", "use steps from 1 to 8")]
+#[case("--profile new --eval", "--profile with --eval", "leave --profile out")]
+#[case("--profile short.txt", "--profile short.txt: not a folder", "name a folder")]
+#[case("--profile short.txt/new", "--profile short.txt/new: short.txt is not a folder", "name a folder")]
+#[case("--profile profiled", "--profile profiled: trace.json is there already", "name another folder")]
 #[case("--config flag.toml", "--config flag.toml:1: fsdp is neither true nor false", "use true")]
 #[case("--model wide --fsdp --data abc.txt", "where config.json says", "use the config.json that was saved")]
 #[case("--model deep --fsdp --data abc.txt", "missing: model.layers.2", "use the config.json that was saved")]

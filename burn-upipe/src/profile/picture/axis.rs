@@ -33,6 +33,11 @@ impl Clock {
                 }
             }
         }
+        // Ranks do not begin and end together: what lies in two windows is counted once.
+        for at in 1..clock.windows.len() {
+            let end = clock.windows[at - 1].1;
+            clock.windows[at].0 = clock.windows[at].0.max(end);
+        }
         clock
     }
 

@@ -126,10 +126,44 @@ fn stack(
         );
         below = above;
     }
+    transient(page, timeline, columns, &x, scale, groups);
     let peaks: Vec<u64> = columns.iter().map(|sample| sample.map_or(0, |sample| sample.peak)).collect();
     let mut path = String::new();
     outline(&mut path, &peaks, 0..columns.len(), &x, scale, 'M');
     let _ = writeln!(page, "<path class=\"peak\" d=\"{path}\"/>");
+}
+
+/// What was there in between and gone at the end of a moment: of the phase at hand.
+fn transient(
+    page: &mut String,
+    timeline: &Timeline,
+    columns: &[Option<&Sample>],
+    x: &impl Fn(usize) -> f64,
+    scale: &Scale,
+    groups: &Groups,
+) {
+    let mut from = 0;
+    while from < columns.len() {
+        let sample = columns[from];
+        let same = |other: &&Option<&Sample>| match (sample, **other) {
+            (Some(a), Some(b)) => std::ptr::eq(a, b),
+            (a, b) => a.is_none() && b.is_none(),
+        };
+        let to = from + columns[from..].iter().take_while(same).count();
+        if let Some(sample) = sample.filter(|sample| sample.peak > sample.memory.in_use) {
+            let name = sample.phase.map(|phase| &timeline.groups[timeline.phases[phase].group]);
+            let (top, bottom) = (scale.y(sample.peak as f64), scale.y(sample.memory.in_use as f64));
+            let _ = writeln!(
+                page,
+                "<rect class=\"passing\" x=\"{:.1}\" y=\"{top:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{}\"/>",
+                x(from),
+                x(to) - x(from),
+                bottom - top,
+                name.map_or(REST, |name| groups.colour(name))
+            );
+        }
+        from = to;
+    }
 }
 
 /// Steps through columns in either direction; a point only where the height changes.

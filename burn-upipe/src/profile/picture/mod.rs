@@ -29,7 +29,7 @@ li span { display: inline-block; width: 12px; height: 12px; margin-right: 6px; b
 svg { width: 100%; max-width: 1200px; height: auto; display: block; }
 text { fill: var(--ink); font-size: 11px; } .grid { stroke: var(--line); stroke-width: 1; }
 .peak { fill: none; stroke: var(--ink); stroke-width: 1; } .look { fill: transparent; } .look:hover { fill: var(--ink); fill-opacity: .12; }
-.bar { stroke: var(--paper); stroke-width: .4; }";
+.passing { fill-opacity: .4; } .bar { stroke: var(--paper); stroke-width: .4; }";
 
 /// What allocations are told apart by, over all ranks, in the order in which they came.
 struct Groups(Vec<String>);
@@ -68,7 +68,7 @@ pub(super) fn page(report: &Report) -> String {
     let _ = write!(
         page,
         "<h1>Memory by phase: {} ranks, {:.3} s</h1>\n<p>Bytes in use ({}), coloured by the phase in which they were allocated; the line is \
-         the most in use at once between two moments. Below it the phases, from the outside in. Point at anything for its numbers.</p>\n<ul>\n",
+         the most in use at once between two moments, paler what was gone at the end of them. Below it the phases, from the outside in. Point at anything for its numbers.</p>\n<ul>\n",
         report.ranks.len(),
         report.wall().as_secs_f64(),
         escape(source)
