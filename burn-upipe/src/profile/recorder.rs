@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use burn_context_parallel::group::Operation;
+
 use super::heap;
 use super::source::{Memory, MemorySource};
 use super::timeline::{Phase, Sample, Span, Timeline};
@@ -278,5 +280,9 @@ pub(super) fn inside(kinds: &[String]) -> &[String] {
 /// What a path counts for where only few can be told apart.
 fn group(kinds: &[String]) -> &str {
     let special = kinds.iter().find(|kind| ["recompute", "offload"].contains(&kind.as_str()));
-    special.or(kinds.first()).map_or("", String::as_str)
+    match special.or(kinds.first()) {
+        // Of a helper, or between the others.
+        Some(kind) if Operation::ALL.iter().any(|operation| operation.name() == kind) => "collectives",
+        kind => kind.map_or("", String::as_str),
+    }
 }

@@ -78,7 +78,7 @@ fn a_profile_is_of_the_steps_that_were_asked_for_and_changes_nothing() {
 fn when_memory_is_out_what_it_was_full_of_is_written() {
     let folder = tempfile::tempdir().unwrap();
     // Nothing is tiled: the feed-forward's intermediates of all blocks are kept.
-    let args = "--attention single --checkpoint off --mlp-tile off --norm-tile off --loss-tile off --seq-len 40000 --steps 1 --out out --profile profile";
+    let args = "--attention single --checkpoint off --mlp-tile off --norm-tile off --loss-tile off --seq-len 256 --batch 160 --steps 1 --out out --profile profile";
     let program = env!("CARGO_BIN_EXE_finetune");
     let command = format!("ulimit -v 1200000; exec {program} {args}");
     let output = Command::new("sh").current_dir(folder.path()).args(["-c", &command]).output().unwrap();

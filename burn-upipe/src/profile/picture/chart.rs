@@ -64,9 +64,9 @@ fn columns<'a>(timeline: &'a Timeline, clock: &Clock, count: usize) -> Vec<Optio
     for sample in &timeline.samples {
         let column = |time| (count as f64 * clock.seconds(timeline, time) / clock.total()) as usize;
         let (from, to) = (column(sample.from), column(sample.to));
-        for at in from..=to.min(count - 1) {
-            if columns[at].is_none_or(|known| known.peak < sample.peak) {
-                columns[at] = Some(sample);
+        for known in columns.iter_mut().take(to + 1).skip(from) {
+            if known.is_none_or(|known| known.peak < sample.peak) {
+                *known = Some(sample);
             }
         }
     }
