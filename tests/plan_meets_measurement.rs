@@ -6,7 +6,7 @@
 #![allow(clippy::print_stdout)]
 
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::Device;
+use burn::tensor::{Device, Tensor};
 use burn_context_parallel::attention::ContextParallelDevice;
 use burn_context_parallel::collective::sum_gradients;
 use burn_context_parallel::fsdp::{Fsdp, FsdpConfig, ShardedOptimizer, StatePlace};
@@ -58,6 +58,10 @@ fn measure(setup: &Setup) -> Vec<[usize; PHASES.len()]> {
     on_ranks(setup.ranks(), move |world: ProcessGroup| {
         let profiler = Profiler::new(world.rank(), RankHeap::new(world.rank()));
         let listening = profiler.enter();
+        // The matrix product's workspace, a second-level cache large, is taken when a product first reads a view: before anything is
+        // counted. Small, or it would be another thread's.
+        let small = Tensor::<2>::ones([64, 128], &Device::flex());
+        drop(small.clone().narrow(1, 0, 64).matmul(small.narrow(1, 64, 64)));
         let before = heap::in_use_by(world.rank());
         let Setup { model: shape, techniques, seq_len, batch, .. } = &setup;
         let device = Device::flex().autodiff();
@@ -191,7 +195,7 @@ fn grid() -> Vec<(String, Setup)> {
                         accumulate: 1,
                         mesh: MeshShape { ulysses: ranks, ..MeshShape::default() },
                         techniques: Techniques { attention, ..techniques },
-                        accounting: Accounting::flex(2),
+                        accounting: Accounting { overhead: 0, ..Accounting::flex(2) },
                     };
                     cases.push((
                         format!("{shape_name}, P={ranks} S={seq_len} B={batch}, {attention_name}, {name}"),
@@ -204,12 +208,25 @@ fn grid() -> Vec<(String, Setup)> {
     cases
 }
 
+/// One of six cases, another one of each setting.
 #[test]
 fn plans_are_within_a_tenth_of_what_is_counted() {
+    let cases = grid().into_iter().enumerate().filter(|(at, _)| (at + at / 6) % 6 == 0);
+    hold(cases.map(|(_, case)| case));
+}
+
+/// All of them: a quarter of an hour.
+#[test]
+#[ignore = "the whole grid takes a quarter of an hour: --ignored"]
+fn all_plans_are_within_a_tenth_of_what_is_counted() {
+    hold(grid());
+}
+
+fn hold(cases: impl IntoIterator<Item = (String, Setup)>) {
     let (_, peak) = heap::peak_of(|| std::hint::black_box(vec![1u8; 1 << 20]));
     assert!(peak >= 1 << 20, "the counting allocator is not installed");
     let mut errors = Vec::new();
-    for (name, setup) in grid() {
+    for (name, setup) in cases {
         let planned = memory(&setup).unwrap_or_else(|error| panic!("{name}: {error}"));
         let measured = measure(&setup);
         let mut line = format!("{name:58}");

@@ -33,7 +33,7 @@ fn late_copies_and_reused_buffers_change_nothing() {
         let saved: Vec<Saved<1>> = (0..TENSORS)
             .map(|layer| {
                 let saved = offload.save(buffer.clone()).unwrap();
-                buffer = buffer.clone().slice_fill([0..len], id(layer + 1));
+                buffer = buffer.clone().slice_fill(0..len, id(layer + 1));
                 saved
             })
             .collect();

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 fn shape() -> impl Strategy<Value = ModelShape> {
     (1usize..5, 0usize..4, 0usize..3, 1usize..5, 1usize..6, any::<bool>(), any::<bool>()).prop_map(
         |(kv_heads, group, dim, width, layers, tied, qk_norm)| {
-            let (heads, head_dim) = (2 * kv_heads << group, 32 << dim);
+            let (heads, head_dim) = ((2 * kv_heads) << group, 32 << dim);
             ModelShape {
                 name: "any".to_owned(),
                 vocab: 1000 * width,

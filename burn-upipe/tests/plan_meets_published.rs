@@ -79,7 +79,7 @@ fn at_70b_host_memory_is_the_limit() {
     assert_eq!(longest(&setup, &h100(32), None).unwrap().limit, Limit::HostMemory);
 }
 
-fn backward<'a>(memory: &'a Memory) -> &'a std::collections::BTreeMap<&'static str, usize> {
+fn backward(memory: &Memory) -> &std::collections::BTreeMap<&'static str, usize> {
     &memory.phases.iter().find(|phase| phase.name == "backward").unwrap().parts
 }
 

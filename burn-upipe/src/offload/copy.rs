@@ -1,8 +1,10 @@
 //! One tensor's bytes, from a device to a slot and back, on the thread that calls.
 
+use burn::backend::Dispatch;
+#[cfg(feature = "flex")]
+use burn::backend::DispatchTensorKind;
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Dispatch, DispatchTensorKind};
 use burn::tensor::{Shape, Tensor, TensorData};
 use burn_context_parallel::vjp::AnyTensor;
 

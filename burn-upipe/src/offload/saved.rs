@@ -48,14 +48,14 @@ impl<const D: usize> Drop for Saved<D> {
 
 /// What waits for a backward pass: under an engine, or on the device.
 pub(crate) enum Kept<const D: usize> {
-    Here(Tensor<D>),
+    Here(Box<Tensor<D>>),
     Saved(Saved<D>),
 }
 
 impl<const D: usize> Kept<D> {
     pub fn new(x: &Tensor<D>, offload: Option<&Offload>) -> Result<Self, OffloadError> {
         Ok(match offload {
-            None => Self::Here(x.clone()),
+            None => Self::Here(Box::new(x.clone())),
             Some(offload) => Self::Saved(offload.save_for(x.clone(), true)?),
         })
     }
@@ -63,7 +63,7 @@ impl<const D: usize> Kept<D> {
     /// The tensor; one that was away is in flight until this is dropped.
     pub fn get(&self) -> Result<Tensor<D>, OffloadError> {
         match self {
-            Self::Here(x) => Ok(x.clone()),
+            Self::Here(x) => Ok(x.as_ref().clone()),
             Self::Saved(saved) => saved.get(),
         }
     }

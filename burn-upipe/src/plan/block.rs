@@ -337,15 +337,6 @@ impl Block {
         ledger.take(HIDDEN, self.e);
         ledger.flash(HIDDEN, 2 * self.e + self.wq);
     }
-
-    /// What a tape has of a block, x aside.
-    #[cfg(test)]
-    pub fn kept(&self) -> usize {
-        let mut ledger = Ledger::default();
-        ledger.phase("kept");
-        self.forward(&mut ledger, true);
-        ledger.alive()
-    }
 }
 
 fn upipe_rows(scheme: &Scheme, batch: usize, seq: usize) -> usize {

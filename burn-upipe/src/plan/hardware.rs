@@ -102,7 +102,7 @@ pub const DEVICES: [&str; 10] = [
 /// A device by name.
 ///
 /// Memory is what a program gets of the nominal amount; rates are the vendors', dense and per direction. What of them is achieved is an
-/// assumption: on GPUs fitted once to published training speeds (see [`time`](super::time)), elsewhere a plain guess.
+/// assumption: on GPUs fitted once to published training speeds (see [`time`](super::time())), elsewhere a plain guess.
 ///
 /// # Errors
 ///

@@ -74,12 +74,6 @@ impl Ledger {
         self.free(part, bytes);
     }
 
-    /// Bytes alive.
-    #[cfg(test)]
-    pub fn alive(&self) -> usize {
-        self.alive.values().sum()
-    }
-
     pub fn into_phases(self) -> Vec<PhaseBytes> {
         self.phases
     }

@@ -3,7 +3,7 @@
 //! A [`Setup`] says what is to run: a model's shape, ranks, a sequence, techniques. [`memory`] walks through one step of it on
 //! paper and keeps a ledger: what is allocated, what is freed, and what is alive where the step holds the most. Every amount is one of the
 //! `*_bytes` functions beside the code that allocates it. [`traffic`] counts what crosses between ranks, [`flops`] what is computed, and
-//! [`time`] makes seconds of them for some [`Machines`].
+//! [`time`](time()) makes seconds of them for some [`Machines`].
 //!
 //! | question | |
 //! |---|---|

@@ -134,7 +134,7 @@ impl Walk<'_> {
         let offload = self.setup.techniques.offload.filter(|_| self.setup.techniques.checkpoint.is_some())?;
         let newer = self.segments().len() - segment - 1;
         let stays = newer < offload.keep / self.block.e.max(1);
-        (segment % offload.every.max(1) == 0 && !stays).then_some(offload)
+        (segment.is_multiple_of(offload.every.max(1)) && !stays).then_some(offload)
     }
 
     fn waiting(&self) -> (usize, usize) {
@@ -157,7 +157,8 @@ impl Walk<'_> {
     fn forward(&self, ledger: &mut Ledger) {
         let Block { e, .. } = self.block;
         let (tape, elements) = (self.setup.techniques.checkpoint.is_none(), self.setup.model.block_matrices());
-        let in_flight = self.in_flight();
+        // One of those on their way is x itself.
+        let in_flight = self.in_flight().saturating_sub(e);
         ledger.take(IN_FLIGHT, in_flight);
         for (at, blocks) in self.segments().into_iter().enumerate() {
             for block in 0..blocks {
