@@ -99,7 +99,7 @@ impl Walk<'_> {
         }
         ledger.phase("optimizer");
         let largest = model.table().max(model.width * model.inner).div_ceil(self.ranks);
-        ledger.flash(OPTIMIZER, 3 * largest * accounting.gradient);
+        ledger.flash(OPTIMIZER, largest * accounting.gradient);
     }
 
     /// A block's weights, whole; under FSDP.
