@@ -1,8 +1,8 @@
 //! What a step will take, before it runs: bytes by part and phase, as formulas without a device and without a tensor.
 //!
 //! A [`Setup`] says what is to run: a model's shape, ranks, a sequence, techniques. [`memory`] walks through one step of it on
-//! paper and keeps a ledger: what is allocated, what is freed, and what is alive where the step holds the most. Every amount is one of the
-//! `*_bytes` functions beside the code that allocates it. [`traffic`] counts what crosses between ranks, [`flops`] what is computed, and
+//! paper and keeps a ledger: what is allocated, what is freed, and what is alive where the step holds the most. Stages, tiles and gathered
+//! weights are the `*_bytes` functions beside the code that allocates them. [`traffic`] counts what crosses between ranks, [`flops`] what is computed, and
 //! [`time`](time()) makes seconds of them for some [`Machines`].
 //!
 //! | question | |

@@ -98,6 +98,10 @@ impl Walk<'_> {
             ledger.take(GRADIENTS, table);
         }
         ledger.phase("optimizer");
+        if self.ranks > 1 {
+            // The table's gradient is whole until it is reduced.
+            ledger.flash(GRADIENTS, table + table / self.ranks);
+        }
         let largest = model.table().max(model.width * model.inner).div_ceil(self.ranks);
         ledger.flash(OPTIMIZER, largest * accounting.gradient);
     }
