@@ -14,9 +14,7 @@ use burn_context_parallel::group::{MeshShape, ProcessGroup};
 use burn_context_parallel::phase;
 use burn_context_parallel::sequence::Batch;
 use burn_upipe::offload::{Offload, OffloadConfig, OffloadPolicy};
-use burn_upipe::plan::{
-    Accounting, Attention, ModelShape, OffloadPlan, Setup, StatePlace as Place, Techniques, WaitingPlace, memory,
-};
+use burn_upipe::plan::{Accounting, Attention, ModelShape, OffloadPlan, Setup, Techniques, WaitingPlace, memory};
 use burn_upipe::profile::heap::{self, CountingAllocator};
 use burn_upipe::profile::{Profiler, RankHeap};
 use burn_upipe::upipe::AttentionScheme;
@@ -143,17 +141,7 @@ fn measure(setup: &Setup) -> Vec<[usize; PHASES.len()]> {
 }
 
 fn grid() -> Vec<(String, Setup)> {
-    let off = Techniques {
-        attention: Attention::Single,
-        checkpoint: None,
-        mlp_tile: None,
-        norm_tile: None,
-        loss_tile: None,
-        offload: None,
-        fsdp: false,
-        prefetch: false,
-        optimizer: Place::Device,
-    };
+    let off = Techniques { prefetch: false, ..Techniques::none() };
     let on = Techniques { checkpoint: Some(1), mlp_tile: Some(128), norm_tile: Some(256), loss_tile: Some(64), ..off };
     let offload = OffloadPlan { place: WaitingPlace::Host, in_flight: 2, every: 1, keep: 0 };
     let upipe = |per_stage| Attention::UPipe { per_stage };

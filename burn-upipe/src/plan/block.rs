@@ -5,6 +5,7 @@
 use super::ledger::Ledger;
 use super::setup::Attention;
 use super::{PlanError, Setup};
+use crate::checkpoint;
 use crate::tiling::even_bytes;
 use crate::upipe::{self, Schedule};
 use burn_context_parallel::attention::HeadSplit;
@@ -92,7 +93,7 @@ impl Block {
         let padded = local * ranks;
         let staged = matches!(scheme, Scheme::Staged(_));
         let scratch = scratch(setup, h, g);
-        let e = batch * local * model.width * size;
+        let e = checkpoint::saved_bytes(batch, local, model.width, size);
         let row = |width: usize, tile: usize| even_bytes(batch, local, tile, width, size);
         Ok(Self {
             shape: (batch, padded.max(seq), model.head_dim, size),
@@ -267,7 +268,7 @@ impl Block {
     }
 
     /// From the gradient of a norm's result and that of the residual, both [`HIDDEN`], to their sum.
-    fn norm_backward(&self, ledger: &mut Ledger) {
+    pub fn norm_backward(&self, ledger: &mut Ledger) {
         match self.norm_tile {
             Some(tile) => ledger.flash(NORM, self.e + 3 * tile),
             None => {

@@ -32,7 +32,7 @@ pub(super) const OVERHEAD: &str = "allocator and communicator";
 /// [`PlanError`] if the setup cannot run.
 pub fn memory(setup: &Setup) -> Result<Memory, PlanError> {
     setup.check()?;
-    let walk = Walk { setup, block: Block::new(setup)?, ranks: if setup.techniques.fsdp { setup.ranks() } else { 1 } };
+    let walk = Walk::new(setup)?;
     let mut ledger = Ledger::default();
     walk.step(&mut ledger);
     let mut memory = Memory { phases: ledger.into_phases(), ..Memory::default() };
@@ -58,9 +58,34 @@ struct Walk<'a> {
     block: Block,
     /// On which parameters are sharded.
     ranks: usize,
+    /// Blocks of each checkpoint; without checkpoints each block is one that is never made again.
+    segments: Vec<usize>,
+    /// Whose saved inputs leave the device.
+    leaving: Vec<bool>,
+    /// Bytes of those that are on their way at once.
+    in_flight: usize,
 }
 
-impl Walk<'_> {
+impl<'a> Walk<'a> {
+    fn new(setup: &'a Setup) -> Result<Self, PlanError> {
+        let Setup { model, techniques, .. } = setup;
+        let block = Block::new(setup)?;
+        let each = techniques.checkpoint.unwrap_or(1).max(1);
+        let segments: Vec<usize> =
+            (0..model.layers.div_ceil(each)).map(|at| each.min(model.layers - at * each)).collect();
+        let offload = techniques.offload.filter(|_| techniques.checkpoint.is_some());
+        let leaves = |at: usize, offload: &OffloadPlan| {
+            let stays = segments.len() - at - 1 < offload.keep / block.e.max(1);
+            at.is_multiple_of(offload.every.max(1)) && !stays
+        };
+        let leaving: Vec<bool> =
+            (0..segments.len()).map(|at| offload.as_ref().is_some_and(|offload| leaves(at, offload))).collect();
+        let away = leaving.iter().filter(|leaves| **leaves).count();
+        let in_flight = techniques.offload.map_or(0, |offload| offload.in_flight.min(away.saturating_sub(1)) * block.e);
+        let ranks = if techniques.fsdp { setup.ranks() } else { 1 };
+        Ok(Self { setup, block, ranks, segments, leaving, in_flight })
+    }
+
     /// Bytes that a rank keeps of all parameters, with so many an element. Vectors are whole everywhere.
     fn kept(&self, size: usize) -> usize {
         let model = &self.setup.model;
@@ -108,17 +133,19 @@ impl Walk<'_> {
 
     /// A block's weights, whole; under FSDP.
     fn gather(&self, ledger: &mut Ledger, elements: usize) {
-        if self.ranks > 1 {
-            let Setup { accounting, techniques, .. } = self.setup;
-            ledger.take(GATHERED, fsdp::forward_bytes(elements, self.ranks, accounting.compute, techniques.prefetch));
-        }
+        ledger.take(GATHERED, self.gathered(elements));
     }
 
     fn let_go(&self, ledger: &mut Ledger, elements: usize) {
-        if self.ranks > 1 {
-            let Setup { accounting, techniques, .. } = self.setup;
-            ledger.free(GATHERED, fsdp::forward_bytes(elements, self.ranks, accounting.compute, techniques.prefetch));
+        ledger.free(GATHERED, self.gathered(elements));
+    }
+
+    fn gathered(&self, elements: usize) -> usize {
+        let Setup { accounting, techniques, .. } = self.setup;
+        if self.ranks == 1 {
+            return 0;
         }
+        fsdp::forward_bytes(elements, self.ranks, accounting.compute, techniques.prefetch)
     }
 
     /// Whether gradients are on the device only until they are reduced.
@@ -126,23 +153,9 @@ impl Walk<'_> {
         self.setup.accounting.gradients_leave && self.setup.techniques.optimizer == StatePlace::Host
     }
 
-    /// Blocks that are one checkpoint; without checkpoints all of them are one that is never made again.
-    fn segments(&self) -> Vec<usize> {
-        let layers = self.setup.model.layers;
-        let each = self.setup.techniques.checkpoint.unwrap_or(1).max(1);
-        (0..layers.div_ceil(each)).map(|at| each.min(layers - at * each)).collect()
-    }
-
-    /// Whether a saved input leaves the device.
-    fn leaves(&self, segment: usize) -> Option<OffloadPlan> {
-        let offload = self.setup.techniques.offload.filter(|_| self.setup.techniques.checkpoint.is_some())?;
-        let newer = self.segments().len() - segment - 1;
-        let stays = newer < offload.keep / self.block.e.max(1);
-        (segment.is_multiple_of(offload.every.max(1)) && !stays).then_some(offload)
-    }
-
+    /// Bytes of saved inputs in host memory and on disk.
     fn waiting(&self) -> (usize, usize) {
-        let bytes = (0..self.segments().len()).filter(|at| self.leaves(*at).is_some()).count() * self.block.e;
+        let bytes = self.leaving.iter().filter(|leaves| **leaves).count() * self.block.e;
         match self.setup.techniques.offload.map(|offload| offload.place) {
             Some(WaitingPlace::Host) => (bytes, 0),
             Some(WaitingPlace::Disk) => (0, bytes),
@@ -150,22 +163,14 @@ impl Walk<'_> {
         }
     }
 
-    fn in_flight(&self) -> usize {
-        let leaving = (0..self.segments().len()).filter(|at| self.leaves(*at).is_some()).count();
-        self.setup
-            .techniques
-            .offload
-            .map_or(0, |offload| offload.in_flight.min(leaving.saturating_sub(1)) * self.block.e)
-    }
-
     fn forward(&self, ledger: &mut Ledger) {
         let Block { e, .. } = self.block;
         let (tape, elements) = (self.setup.techniques.checkpoint.is_none(), self.setup.model.block_matrices());
         // One of those on their way is x itself.
-        let in_flight = self.in_flight().saturating_sub(e);
+        let in_flight = self.in_flight.saturating_sub(e);
         ledger.take(IN_FLIGHT, in_flight);
-        for (at, blocks) in self.segments().into_iter().enumerate() {
-            for block in 0..blocks {
+        for (blocks, leaves) in self.segments.iter().zip(&self.leaving) {
+            for block in 0..*blocks {
                 self.gather(ledger, elements);
                 self.block.forward(ledger, tape);
                 self.let_go(ledger, elements);
@@ -174,7 +179,7 @@ impl Walk<'_> {
                 }
                 // x: saved, on its way, or of a block within a checkpoint and done with.
                 ledger.free(HIDDEN, e);
-                if block == 0 && self.leaves(at).is_none() {
+                if block == 0 && !leaves {
                     ledger.take(SAVED, e);
                 }
             }
@@ -222,32 +227,23 @@ impl Walk<'_> {
         // d of the norm's result.
         ledger.take(HIDDEN, e);
         ledger.free(LOSS, e);
-        match techniques.norm_tile {
-            Some(tile) => ledger.flash(NORM, e + 3 * even_bytes(*batch, local, tile, model.width, accounting.compute)),
-            None => {
-                ledger.flash(NORM, 2 * e);
-                ledger.free(NORM, e);
-            }
-        }
         // x is used up, and its gradient in its place.
-        ledger.free(HIDDEN, e);
+        self.block.norm_backward(ledger);
     }
 
     fn backward(&self, ledger: &mut Ledger) {
         let Block { e, .. } = self.block;
         let (techniques, elements) = (&self.setup.techniques, self.setup.model.block_matrices());
         let tape = techniques.checkpoint.is_none();
-        let segments = self.segments();
-        for (at, blocks) in segments.iter().enumerate().rev() {
+        for (at, (blocks, offloaded)) in self.segments.iter().zip(&self.leaving).enumerate().rev() {
             if !tape {
-                let ahead = self.in_flight().min(at * e);
-                let offloaded = self.leaves(at).is_some();
+                let ahead = self.in_flight.min(at * e);
                 // What was saved is x now.
                 if !offloaded {
                     ledger.free(SAVED, e);
                 }
                 ledger.take(HIDDEN, e);
-                let ahead = if offloaded { ahead.saturating_sub(e) } else { ahead };
+                let ahead = if *offloaded { ahead.saturating_sub(e) } else { ahead };
                 ledger.take(IN_FLIGHT, ahead);
                 for _ in 0..*blocks {
                     self.gather(ledger, elements);
