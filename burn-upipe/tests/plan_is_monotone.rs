@@ -42,7 +42,7 @@ fn techniques() -> impl Strategy<Value = Techniques> {
             mlp_tile,
             norm_tile,
             loss_tile,
-            offload: place.filter(|_| checkpoint).map(|place| OffloadPlan { place, in_flight: 2, every: 1, keep: 0 }),
+            offload: place.filter(|_| checkpoint).map(OffloadPlan::to),
             fsdp,
             prefetch,
             optimizer: if host { StatePlace::Host } else { StatePlace::Device },

@@ -100,7 +100,7 @@ pub struct Choices {
 impl Choices {
     /// All there are on so many devices.
     pub fn all(devices: usize) -> Self {
-        let waiting = |place| Some(OffloadPlan { place, in_flight: 2, every: 1, keep: 0 });
+        let waiting = |place| Some(OffloadPlan::to(place));
         Self {
             mesh: (1..=devices)
                 .filter(|ulysses| devices.is_multiple_of(*ulysses))

@@ -145,7 +145,9 @@ fn attention(args: &Args, scheme: Scheme) -> Attention {
 }
 
 fn offload(args: &Args, waiting: Waiting) -> Option<OffloadPlan> {
-    let to = |place| Some(OffloadPlan { place, in_flight: args.in_flight, every: args.offload_every, keep: 0 });
+    let to = |place| {
+        Some(OffloadPlan { in_flight: args.in_flight, every: args.offload_every, ..OffloadPlan::to(place) })
+    };
     match waiting {
         Waiting::None => None,
         Waiting::Host => to(WaitingPlace::Host),
