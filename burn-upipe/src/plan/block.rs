@@ -104,7 +104,7 @@ impl Block {
             },
             rotation: rotary_bytes(batch, local, model.heads, model.head_dim, size),
             feed_forward: FeedForwardBytes::new(batch, local, techniques.mlp_tile, model.width, model.inner, size, gradient)
-                .with_kept(accounting.feed_forward_kept),
+                .with_widths(accounting.feed_forward),
             norm,
             norm_kept: techniques.norm_tile.is_none(),
             wq: matrix(model.heads),

@@ -3,6 +3,7 @@
 use burn_context_parallel::group::MeshShape;
 
 use super::ModelShape;
+use crate::tiling::FeedForwardWidths;
 
 /// How attention runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,8 +124,8 @@ pub struct Accounting {
     pub sums: usize,
     /// Whether what an exchange has sent, and attention's output, stay until its backward pass is through: a transport that copies.
     pub copying: bool,
-    /// Tensors as wide as the feed-forward that a tape keeps of it: [`FeedForwardBytes::with_kept`](crate::tiling::FeedForwardBytes::with_kept).
-    pub feed_forward_kept: usize,
+    /// How the feed-forward is computed.
+    pub feed_forward: FeedForwardWidths,
     /// Whether pinned host memory comes in powers of two, as PyTorch's allocator gives it.
     pub pinned_powers_of_two: bool,
     /// Whether gradients leave for the host as they are made, where the optimizer's state is there.
@@ -150,7 +151,7 @@ impl Accounting {
             kernel_gradient: 4,
             sums: 4,
             copying: false,
-            feed_forward_kept: 5,
+            feed_forward: FeedForwardWidths::BURN,
             pinned_powers_of_two: false,
             gradients_leave: false,
             threads,
@@ -171,7 +172,7 @@ impl Accounting {
             kernel_gradient: 4,
             sums: 2,
             copying: true,
-            feed_forward_kept: 4,
+            feed_forward: FeedForwardWidths::TORCH,
             pinned_powers_of_two: false,
             gradients_leave: true,
             threads: 0,

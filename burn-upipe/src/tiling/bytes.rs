@@ -20,8 +20,26 @@ pub struct FeedForwardBytes {
     inner: usize,
     width: usize,
     weights: usize,
-    kept: usize,
+    wide: FeedForwardWidths,
     tiled: bool,
+}
+
+/// How many tensors as wide as the feed-forward an implementation has at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FeedForwardWidths {
+    /// That a tape keeps.
+    pub kept: usize,
+    /// At the peak of the backward pass, those among them.
+    pub backward: usize,
+}
+
+impl FeedForwardWidths {
+    /// Burn: gate, its sigmoid, silu(gate), up, and their product; two gradients.
+    pub const BURN: Self = Self { kept: 5, backward: 7 };
+    /// PyTorch, whose silu keeps only its input: gate, silu(gate), up, product; of silu, up and product gradients, when two have gone.
+    pub const TORCH: Self = Self { kept: 4, backward: 6 };
+    /// One kernel for silu(gate) * up that writes gradients where gate and up were: gate, up, product, and its gradient.
+    pub const FUSED: Self = Self { kept: 3, backward: 4 };
 }
 
 impl FeedForwardBytes {
@@ -36,13 +54,12 @@ impl FeedForwardBytes {
         gradient: usize,
     ) -> Self {
         let row = |width: usize| even_bytes(batch, local, tile.unwrap_or(local), width, size);
-        Self { inner: row(inner), width: row(width), weights: width * inner * gradient, kept: 5, tiled: tile.is_some() }
+        Self { inner: row(inner), width: row(width), weights: width * inner * gradient, wide: FeedForwardWidths::BURN, tiled: tile.is_some() }
     }
 
-    /// With another number of intermediates as wide as the feed-forward that a tape keeps. Burn's are five: gate, its sigmoid, silu(gate), up, and
-    /// their product; a silu that keeps only its input makes it four.
-    pub fn with_kept(self, kept: usize) -> Self {
-        Self { kept, ..self }
+    /// Of another implementation than [Burn's](FeedForwardWidths::BURN).
+    pub fn with_widths(self, wide: FeedForwardWidths) -> Self {
+        Self { wide, ..self }
     }
 
     /// The gradient of one of its three matrices.
@@ -56,7 +73,7 @@ impl FeedForwardBytes {
     /// 5 f
     /// ```
     pub fn saved(&self) -> usize {
-        if self.tiled { 0 } else { self.kept * self.inner }
+        if self.tiled { 0 } else { self.wide.kept * self.inner }
     }
 
     /// The peak of a forward pass above x and y, without a tape.
@@ -71,14 +88,14 @@ impl FeedForwardBytes {
     /// The peak of the backward pass above x and dy, with what a tape [saved](Self::saved), and with dx where there are no tiles.
     ///
     /// ```text
-    /// whole: max(5 f + 2 f, f + 3 e + 3 w);  tiles: max(6 f + 5 w, f + 7 w) + 3 e
+    /// whole: max(7 f, f + 3 e + 3 w);  tiles: max(6 f + 5 w, f + 7 w) + 3 e
     /// ```
     pub fn backward(&self) -> usize {
-        let Self { inner, width, weights, kept, .. } = *self;
+        let Self { inner, width, weights, wide, .. } = *self;
         if self.tiled {
             (6 * inner + 5 * weights).max(inner + 7 * weights) + 3 * width
         } else {
-            ((kept + 2) * inner).max(inner + 3 * width + 3 * weights)
+            (wide.backward * inner).max(inner + 3 * width + 3 * weights)
         }
     }
 }
@@ -115,7 +132,7 @@ pub fn norm_backward_bytes(batch: usize, local: usize, tile: Option<usize>, widt
 pub struct CrossEntropyBytes {
     /// Logits in f32 or f64.
     logits: usize,
-    /// In half types once more in their own.
+    /// Their gradient in half types, once more in their own.
     halves: usize,
     width: usize,
     weights: usize,
@@ -163,7 +180,7 @@ impl CrossEntropyBytes {
     /// 2 z, and a tile's e
     /// ```
     pub fn forward(&self) -> usize {
-        (self.logits + self.logits.max(self.halves)) + if self.tiled { self.width } else { 0 }
+        2 * self.logits + if self.tiled { self.width } else { 0 }
     }
 
     /// The peak of the backward pass, with what is [saved](Self::saved) and, without tiles, dx.
@@ -174,9 +191,9 @@ impl CrossEntropyBytes {
     pub fn backward(&self) -> usize {
         let Self { logits, halves, width, weights, .. } = *self;
         if self.tiled {
-            (3 * logits + halves + weights).max(logits + 3 * weights) + 4 * width
+            (3 * logits + weights).max(logits + halves + 3 * weights) + 4 * width
         } else {
-            (3 * logits + halves).max(logits + 2 * width + weights)
+            (3 * logits).max(logits + halves + 2 * width + weights)
         }
     }
 }

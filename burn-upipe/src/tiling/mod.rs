@@ -16,7 +16,7 @@ mod bytes;
 mod cross_entropy;
 mod tokens;
 
-pub use bytes::{CrossEntropyBytes, FeedForwardBytes, norm_backward_bytes, norm_bytes};
+pub use bytes::{CrossEntropyBytes, FeedForwardBytes, FeedForwardWidths, norm_backward_bytes, norm_bytes};
 pub use cross_entropy::{
     LossShare, TiledLinearCrossEntropy, TokenLoss, tiled_cross_entropy, tiled_cross_entropy_over,
 };
