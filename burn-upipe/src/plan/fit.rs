@@ -222,7 +222,7 @@ impl Found {
 /// [`PlanError`] if none of them can run at all.
 ///
 /// ```
-/// use burn_upipe::plan::{Attention, Choices, Machines, Setup, device, fit, limit, model};
+/// use burn_upipe::plan::{Choices, Machines, Setup, device, fit, limit, model};
 ///
 /// let machines = Machines { hardware: device("h100-80g")?, count: 8 };
 /// let setup = Setup::published(model("llama-3-8b")?, 1 << 18, 8);
