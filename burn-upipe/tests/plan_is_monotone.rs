@@ -171,6 +171,23 @@ proptest! {
         prop_assert!(peak(&upipe) <= peak(&ulysses) + weights * 5 / 4, "{} of U-Pipe, {} of Ulysses", peak(&upipe), peak(&ulysses));
     }
 
+    /// A search looks at more heads a stage only where this fits.
+    #[test]
+    fn one_head_a_rank_and_stage_takes_no_more_than_several(setup in setup(), each in 1usize..64) {
+        let (heads, ranks) = (setup.model.heads, setup.mesh.ulysses);
+        prop_assume!(heads > ranks);
+        let per_stage = ranks * (1 + each % (heads / ranks));
+        let with = |heads| Setup {
+            techniques: Techniques { attention: Attention::UPipe { per_stage: Some(heads) }, ..setup.techniques },
+            ..setup.clone()
+        };
+        let (one, several) = (memory(&with(ranks)).unwrap(), memory(&with(per_stage)).unwrap());
+        prop_assert_eq!((one.host, one.disk), (several.host, several.disk));
+        // A single stage has no output to keep beside it.
+        prop_assume!(per_stage < heads);
+        prop_assert!(peak(&with(ranks)) <= peak(&with(per_stage)), "{} of {ranks}, {} of {per_stage}", peak(&with(ranks)), peak(&with(per_stage)));
+    }
+
     #[test]
     fn the_longest_fits_and_the_next_does_not(setup in setup(), hours in prop::option::of(0.001f64..1.0)) {
         let (machines, seconds) = (machines(setup.ranks()), hours.map(|hours| 3600.0 * hours));
@@ -285,6 +302,28 @@ fn a_search_takes_the_largest_tiles_that_fit() {
     let largest = [8192, 2048, 512].into_iter().find(|tile| fits(Some(*tile)));
     assert!(largest.is_some());
     assert_eq!(found.techniques.mlp_tile, largest);
+}
+
+/// A step that is too slow is no matter of memory.
+#[test]
+fn a_search_for_less_time_than_there_is_finds_the_fastest() {
+    let machines = Machines { hardware: device("h100-80g").unwrap(), count: 8 };
+    let setup = Setup::published(model("llama-3-8b").unwrap(), 1 << 20, 8);
+    let held = Choices { checkpoint: vec![Some(1)], offload: vec![setup.techniques.offload], ..Choices::all(8) };
+    let free = fit(&setup, &machines, &held, None).unwrap();
+    let speed = |setup: &Setup| time(setup, &machines).unwrap().seconds() / setup.mesh.data as f64;
+    let late = fit(&setup, &machines, &held, Some(1.0)).unwrap();
+    assert_eq!((late.fitting, limit(&late.setup, &machines, Some(1.0)).unwrap()), (0, Some(Limit::Time)));
+    assert!(speed(&late.setup) <= 1.001 * speed(&free.setup));
+}
+
+/// As many as can be written down: an answer, not a refusal.
+#[test]
+fn what_is_far_too_long_does_not_fit() {
+    let machines = Machines { hardware: device("h100-80g").unwrap(), count: 1 };
+    let setup = Setup::published(model("llama-3-70b").unwrap(), 1 << 30, 1);
+    let plan = plan(&setup, &machines, None).unwrap();
+    assert_eq!((plan.fits, plan.binding_limit, plan.max_seq_len), (false, Limit::DeviceMemory, 0));
 }
 
 /// U that no power of two is, of heads that no power of two are.

@@ -11,7 +11,7 @@ use super::{Attention, PlanError, Setup, WaitingPlace};
 use crate::upipe::Schedule;
 
 /// Bytes are counted in numbers of 64 bits; what a model of so many elements takes must fit.
-const COUNTABLE: u128 = 1 << 60;
+const COUNTABLE: u128 = 1 << 62;
 /// A plan walks through every block: more of them are no model, and would take for ever.
 const MAX_LAYERS: usize = 100_000;
 const MAX_THREADS: usize = 1 << 16;
@@ -218,14 +218,14 @@ impl Setup {
         let per_rank = wide(m.heads.div_ceil(self.mesh.ulysses)).saturating_mul(3 * wide(m.head_dim));
         let exchanged =
             wide(self.seq_len).saturating_mul(passes).saturating_mul(wide(m.layers)).saturating_mul(per_rank);
-        let scores = wide(self.seq_len).saturating_mul(8 * wide(m.heads));
+        let scratch = wide(m.head_dim).saturating_mul(wide(self.accounting.threads) << 12);
         for bytes in [
             parameters.saturating_mul(64),
             // Gathered and reduced in every micro-batch.
             parameters.saturating_mul(wide(self.accumulate)).saturating_mul(32),
             tokens.saturating_mul(token).saturating_mul(8),
             exchanged.saturating_mul(64),
-            tokens.saturating_mul(scores),
+            scratch,
         ] {
             if bytes >= COUNTABLE {
                 return Err(PlanError::invalid(

@@ -1,9 +1,5 @@
 //! The fastest setup that fits a sequence.
 
-use std::collections::HashMap;
-use std::panic::resume_unwind;
-use std::thread;
-
 use burn_context_parallel::group::{MAX_RANKS, MeshShape};
 
 use super::plan::{exceeded, late};
@@ -79,23 +75,20 @@ impl Choices {
         }
     }
 
-    /// Each mesh with each way to attend that it has.
-    fn attention(&self, heads: usize) -> Vec<(MeshShape, Attention)> {
-        let of = |mesh: MeshShape| {
-            let ranks = mesh.ulysses.max(1);
-            // A single stage exchanges everything at once, as without stages: only for who wants stages.
-            let most = if self.attention == AttentionChoice::Any { heads.saturating_sub(1) } else { heads };
-            let stages = (1..=most / ranks).map(move |each| Attention::UPipe { per_stage: Some(ranks * each) });
-            let whole = if ranks == 1 { Attention::Single } else { Attention::Ulysses };
-            match self.attention {
-                AttentionChoice::Held(attention) => vec![attention],
-                AttentionChoice::Any => std::iter::once(whole).chain(stages).collect(),
-                // Where ranks outnumber heads, one stage has all of them.
-                AttentionChoice::Staged if most < ranks => vec![Attention::UPipe { per_stage: Some(heads) }],
-                AttentionChoice::Staged => stages.collect(),
-            }
-        };
-        self.mesh.iter().flat_map(|mesh| of(*mesh).into_iter().map(|attention| (*mesh, attention))).collect()
+    /// The ways to attend that a mesh has; of those in stages the smallest first.
+    fn attention(&self, mesh: MeshShape, heads: usize) -> Vec<Attention> {
+        let ranks = mesh.ulysses.max(1);
+        // A single stage exchanges everything at once, as without stages: only for who wants stages.
+        let most = if self.attention == AttentionChoice::Any { heads.saturating_sub(1) } else { heads };
+        let stages = (1..=most / ranks).map(|each| Attention::UPipe { per_stage: Some(ranks * each) });
+        let whole = if ranks == 1 { Attention::Single } else { Attention::Ulysses };
+        match self.attention {
+            AttentionChoice::Held(attention) => vec![attention],
+            AttentionChoice::Any => std::iter::once(whole).chain(stages).collect(),
+            // Where ranks outnumber heads, one stage has all of them.
+            AttentionChoice::Staged if most < ranks => vec![Attention::UPipe { per_stage: Some(heads) }],
+            AttentionChoice::Staged => stages.collect(),
+        }
     }
 
     /// All else, with the smallest of the tiles: of two sizes the larger one takes no less, and no other time.
@@ -124,14 +117,14 @@ impl Choices {
     }
 
     /// `found` with tiles as large as fit, the feed-forward's first, then the loss': small products are slow, though no estimate here says so.
-    fn with_large_tiles(&self, found: Setup, machines: &Machines, seconds: Option<f64>) -> Result<Setup, PlanError> {
+    fn with_large_tiles(&self, found: Setup, machines: &Machines) -> Result<Setup, PlanError> {
         let held = found.techniques;
         for mlp_tile in largest_first(&self.mlp_tile, held.mlp_tile) {
             for loss_tile in largest_first(&self.loss_tile, held.loss_tile) {
                 for norm_tile in largest_first(&self.norm_tile, held.norm_tile) {
                     let techniques = Techniques { mlp_tile, norm_tile, loss_tile, ..held };
                     let setup = Setup { techniques, ..found.clone() };
-                    if limit(&setup, machines, seconds)?.is_none() {
+                    if limit(&setup, machines, None)?.is_none() {
                         return Ok(setup);
                     }
                 }
@@ -158,7 +151,8 @@ fn largest_first(tiles: &[Option<usize>], found: Option<usize>) -> Vec<Option<us
 /// What a search found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fit {
-    /// The fastest that fits; if none does, the one that needs the least device memory.
+    /// The fastest that fits. If none does: the fastest within all memory, where time is the limit; otherwise the one that needs the least
+    /// device memory.
     pub setup: Setup,
     /// How many fit. Setups that differ in the sizes of tiles only are one.
     pub fitting: usize,
@@ -179,88 +173,43 @@ struct Fitting {
     setup: Setup,
 }
 
-/// What was found in a part of all combinations.
+/// What was found so far.
 #[derive(Default)]
 struct Found {
     fitting: Vec<Fitting>,
-    /// Of those that do not fit the smallest: bytes, place and setup.
-    least: Option<(usize, usize, Setup)>,
+    /// Of those that would fit if time were no limit the fastest.
+    late: Option<Fitting>,
+    /// Of those that do not fit the smallest.
+    least: Option<(usize, Setup)>,
     tried: usize,
 }
 
 impl Found {
-    fn and(mut self, other: Self) -> Self {
-        self.fitting.extend(other.fitting);
-        self.tried += other.tried;
-        let least = self.least.into_iter().chain(other.least).min_by_key(|(peak, at, _)| (*peak, *at));
-        Self { least, ..self }
-    }
-}
-
-/// Every `step`th of the ways to attend, from the `first` on, with everything else.
-struct Search<'a> {
-    base: &'a Setup,
-    machines: &'a Machines,
-    seconds: Option<f64>,
-    attention: Vec<(MeshShape, Attention)>,
-    techniques: Vec<Techniques>,
-    /// Whether there may be no shards, too.
-    whole: bool,
-}
-
-impl Search<'_> {
-    fn part(&self, first: usize, step: usize) -> Result<Found, PlanError> {
-        let (budget, mut found) = (self.machines.budget(), Found::default());
-        // What of a mesh's states alone is too much, fits with nothing else.
-        let mut states: HashMap<(usize, bool, bool), usize> = HashMap::new();
-        for (place, (mesh, attention)) in self.attention.iter().enumerate().skip(first).step_by(step) {
-            if mesh.check(self.machines.count).is_err() {
-                continue;
+    fn note(
+        &mut self,
+        setup: Setup,
+        memory: &Memory,
+        machines: &Machines,
+        seconds: Option<f64>,
+    ) -> Result<(), PlanError> {
+        let at = self.tried;
+        self.tried += 1;
+        let peak = memory.peak().map_or(0, |phase| phase.total());
+        if exceeded(memory, &machines.budget()).is_some() {
+            if self.least.as_ref().is_none_or(|(least, _)| peak < *least) {
+                self.least = Some((peak, setup));
             }
-            for (at, techniques) in self.techniques.iter().enumerate() {
-                let at = place * self.techniques.len() + at;
-                let techniques = Techniques { attention: *attention, ..*techniques };
-                let setup = Setup { mesh: *mesh, techniques, ..self.base.clone() };
-                // One rank has nothing to share out.
-                if techniques.fsdp && self.whole && setup.ranks() == 1 {
-                    continue;
-                }
-                let key = (mesh.ulysses, techniques.fsdp, techniques.optimizer == StatePlace::Host);
-                let known = states.get(&key).copied().unwrap_or(0);
-                if known > budget.device && found.least.as_ref().is_some_and(|(least, ..)| known >= *least) {
-                    found.tried += usize::from(setup.check().is_ok());
-                    continue;
-                }
-                // Some do not go together.
-                let Ok(memory) = memory(&setup) else { continue };
-                found.tried += 1;
-                states.entry(key).or_insert_with(|| states_of(&memory));
-                let peak = memory.peak().map_or(0, |phase| phase.total());
-                if exceeded(&memory, &budget).is_none() {
-                    let step = time(&setup, self.machines)?;
-                    if late(&step, self.seconds).is_none() {
-                        let seconds = step.seconds() / mesh.data as f64;
-                        found.fitting.push(Fitting { at, seconds, peak, setup });
-                        continue;
-                    }
-                }
-                if found.least.as_ref().is_none_or(|(least, ..)| peak < *least) {
-                    found.least = Some((peak, at, setup));
-                }
-            }
+            return Ok(());
         }
-        Ok(found)
-    }
-
-    /// All of them, on all cores; the order does not matter.
-    fn all(&self) -> Result<Found, PlanError> {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
-        let step = cores.min(self.attention.len()).max(1);
-        thread::scope(|scope| {
-            let parts: Vec<_> = (0..step).map(|first| scope.spawn(move || self.part(first, step))).collect();
-            let ended = parts.into_iter().map(|part| part.join().unwrap_or_else(|panic| resume_unwind(panic)));
-            ended.reduce(|one, other| Ok(one?.and(other?))).unwrap_or_else(|| Ok(Found::default()))
-        })
+        let step = time(&setup, machines)?;
+        // A step's own time is its limit; the sequences of replicas share it.
+        let one = Fitting { at, seconds: step.seconds() / setup.mesh.data as f64, peak, setup };
+        if late(&step, seconds).is_none() {
+            self.fitting.push(one);
+        } else if self.late.as_ref().is_none_or(|late| one.seconds < late.seconds) {
+            self.late = Some(one);
+        }
+        Ok(())
     }
 }
 
@@ -273,7 +222,7 @@ impl Search<'_> {
 /// [`PlanError`] if none of them can run at all.
 ///
 /// ```
-/// use burn_upipe::plan::{Attention, Choices, Machines, Setup, device, fit, limit, model};
+/// use burn_upipe::plan::{Choices, Machines, Setup, device, fit, limit, model};
 ///
 /// let machines = Machines { hardware: device("h100-80g")?, count: 8 };
 /// let setup = Setup::published(model("llama-3-8b")?, 1 << 18, 8);
@@ -283,15 +232,35 @@ impl Search<'_> {
 /// # Ok::<(), burn_upipe::plan::PlanError>(())
 /// ```
 pub fn fit(base: &Setup, machines: &Machines, choices: &Choices, seconds: Option<f64>) -> Result<Fit, PlanError> {
-    let search = Search {
-        base,
-        machines,
-        seconds,
-        attention: choices.attention(base.model.heads),
-        techniques: choices.techniques(),
-        whole: choices.fsdp.contains(&false),
-    };
-    let Found { fitting, least, tried } = search.all()?;
+    let (mut found, all) = (Found::default(), choices.techniques());
+    for mesh in choices.mesh.iter().filter(|mesh| mesh.check(machines.count).is_ok()) {
+        let ways = choices.attention(*mesh, base.model.heads);
+        for techniques in &all {
+            // One rank has nothing to share out.
+            if techniques.fsdp && mesh.ranks() == Some(1) && choices.fsdp.contains(&false) {
+                continue;
+            }
+            // One head a rank and stage, the first of those with several stages, takes the least of them: where it is too much, all are.
+            let mut too_much = None;
+            for attention in &ways {
+                let staged =
+                    matches!(attention, Attention::UPipe { per_stage: Some(some) } if *some < base.model.heads);
+                if staged && too_much == Some(true) {
+                    found.tried += 1;
+                    continue;
+                }
+                let techniques = Techniques { attention: *attention, ..*techniques };
+                let setup = Setup { mesh: *mesh, techniques, ..base.clone() };
+                // Some do not go together.
+                let Ok(memory) = memory(&setup) else { continue };
+                if staged && too_much.is_none() {
+                    too_much = Some(exceeded(&memory, &machines.budget()).is_some());
+                }
+                found.note(setup, &memory, machines, seconds)?;
+            }
+        }
+    }
+    let Found { fitting, late, least, tried } = found;
     let fastest = fitting.iter().map(|found| found.seconds).fold(f64::INFINITY, f64::min);
     let count = fitting.len();
     let best = fitting
@@ -301,22 +270,14 @@ pub fn fit(base: &Setup, machines: &Machines, choices: &Choices, seconds: Option
             (setup.techniques.count(), !setup.techniques.prefetch, *peak, *at)
         })
         .map(|found| found.setup);
-    match (best, least) {
-        (Some(setup), _) => {
-            Ok(Fit { setup: choices.with_large_tiles(setup, machines, seconds)?, fitting: count, tried })
-        }
-        (None, Some((.., setup))) => Ok(Fit { setup, fitting: 0, tried }),
+    let fastest = best.or(late.map(|late| late.setup));
+    match (fastest, least) {
+        (Some(setup), _) => Ok(Fit { setup: choices.with_large_tiles(setup, machines)?, fitting: count, tried }),
+        (None, Some((_, setup))) => Ok(Fit { setup, fitting: 0, tried }),
         (None, None) => {
             // What is wrong with the first is wrong with all.
             base.check_on(machines)?;
             Err(PlanError::invalid("no combination of these can run", "hold fewer of them"))
         }
     }
-}
-
-/// Bytes of weights and optimizer state, which are there in every phase.
-fn states_of(memory: &Memory) -> usize {
-    let first = memory.phases.first();
-    let part = |name| first.and_then(|phase| phase.parts.get(name)).copied().unwrap_or(0);
-    part("weights") + part("optimizer state")
 }

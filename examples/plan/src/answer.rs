@@ -136,6 +136,9 @@ impl Answer {
         }
         if let (Some(tried), Some(fitting)) = (self.tried, self.fitting) {
             text += &match fitting {
+                0 if plan.binding_limit == Limit::Time => {
+                    format!("none of {tried} combinations is fast enough; the fastest that memory has room for:\n\n")
+                }
                 0 => format!("none of {tried} combinations fits; the one that needs the least device memory:\n\n"),
                 _ => format!("{fitting} of {tried} combinations fit; the fastest:\n\n"),
             };

@@ -18,6 +18,10 @@ fn main() -> ExitCode {
 }
 
 fn complain(error: &plan::Error, json: bool) -> ExitCode {
+    // Who has closed the pipe has read enough.
+    if matches!(error, plan::Error::Say(source) if source.kind() == io::ErrorKind::BrokenPipe) {
+        return ExitCode::from(error.exit_code());
+    }
     // Nothing is left to do if these are closed.
     if json {
         let _ = writeln!(io::stdout(), "{}", error.object());

@@ -89,10 +89,13 @@ impl Request {
 /// A model by name, or by its configuration.
 fn shape(text: &str, notes: &mut Vec<String>) -> Result<ModelShape> {
     let path = Path::new(text);
-    if !path.exists() && path.extension().is_none_or(|extension| extension != "json") {
+    // As names have slashes, too, only what is plainly a path is one though nothing is there.
+    let plainly = path.is_absolute() || text.starts_with('.') || path.extension().is_some_and(|end| end == "json");
+    if !path.exists() && !plainly {
         return Ok(model(text)?);
     }
-    let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
+    let is_file = path.is_file() || path.extension().is_some_and(|end| end == "json") && !path.is_dir();
+    let file = if is_file { path.to_owned() } else { path.join("config.json") };
     let config = LlamaConfig::read(&file)?;
     if let Some(window) = config.sliding_window {
         notes.push(format!(

@@ -28,6 +28,8 @@ fn json(line: &str) -> Value {
 #[case("fit --model llama-3-8b", "no --seq-len")]
 #[case("--model gpt --seq-len 1M", "no model is called \"gpt\": use llama-3-8b")]
 #[case("--model nowhere/config.json --seq-len 1M", "nowhere/config.json")]
+#[case("--model ./nowhere --seq-len 1M", "./nowhere/config.json: No such file")]
+#[case("--model Org/nowhere --seq-len 1M", "no model is called \"Org/nowhere\": use llama-3-8b")]
 #[case("--model llama-3-8b --seq-len 1M --device h900", "no device is called \"h900\": use h100-80g")]
 #[case("--model llama-3-8b --seq-len 1.5", "give a number of tokens from 1: 100000, 512K (2^19)")]
 #[case("--model llama-3-8b --seq-len -1", "give a number of tokens from 1")]
