@@ -149,6 +149,7 @@ impl Recorder {
                 begin: memory,
                 end: memory,
                 peak: memory.in_use,
+                reserved: memory.reserved,
                 sent: 0,
                 received: 0,
                 copied,
@@ -232,6 +233,7 @@ impl Recorder {
         for open in self.threads.iter_mut().flat_map(|(_, stack)| stack) {
             if let Some(record) = &mut open.record {
                 record.peak = record.peak.max(peak);
+                record.reserved = record.reserved.max(memory.reserved);
             }
         }
         let mut alive: Vec<u64> =
