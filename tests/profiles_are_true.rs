@@ -242,6 +242,26 @@ fn what_shrinks_in_place_is_not_there_twice() {
 }
 
 #[test]
+fn what_always_holds_something_lies_below_what_comes_and_goes() {
+    let profiler = Profiler::new(44, RankHeap::new(44));
+    let _on = profiler.enter();
+    let phase = |name, bytes| {
+        let _phase = phase::enter(name, None);
+        hold(bytes)
+    };
+    drop(phase("passing", 100));
+    let lasting = phase("lasting", 1000);
+    profiler.record(true);
+    drop(phase("passing", 5000));
+    let page = Report::new([profiler.finish()]).html();
+    let place = |what: &str| page.find(what).unwrap_or_else(|| panic!("no {what} in {page}"));
+    // The legend, and the stack from the foot up; that one came first does not matter.
+    assert!(place("</span>lasting</li>") < place("</span>passing</li>"));
+    assert!(place("<title>lasting: at most 1000 B</title>") < place("<title>passing: at most 4.9 KiB</title>"));
+    drop(lasting);
+}
+
+#[test]
 fn what_helpers_of_a_rank_allocate_is_in_the_phase_that_waits_for_them() {
     let (report, ()) = recorded(31, || {
         let _outer = phase::enter("outer", None);
