@@ -2,8 +2,9 @@
 
 use burn_context_parallel::group::MeshShape;
 use burn_upipe::plan::{
-    Accounting, Attention, Choices, Hardware, Limit, Machines, ModelShape, OffloadPlan, PlanError, Setup, StatePlace,
-    Techniques, WaitingPlace, device, fit, flops, limit, longest, memory, model, plan, time, traffic,
+    Accounting, Attention, AttentionChoice, Choices, Compute, Hardware, Limit, Machines, ModelShape, OffloadPlan,
+    PlanError, Setup, StatePlace, Techniques, WaitingPlace, device, fit, flops, limit, longest, memory, model, plan,
+    time, traffic,
 };
 use proptest::prelude::*;
 
@@ -28,21 +29,31 @@ fn shape() -> impl Strategy<Value = ModelShape> {
     )
 }
 
-fn techniques() -> impl Strategy<Value = Techniques> {
+/// For a model of so many blocks.
+fn techniques(layers: usize, ulysses: usize) -> impl Strategy<Value = Techniques> {
     let tile = prop_oneof![Just(None), Just(Some(512)), Just(Some(4096))];
     let place = prop_oneof![Just(None), Just(Some(WaitingPlace::Host)), Just(Some(WaitingPlace::Disk))];
-    (0usize..3, any::<bool>(), [tile.clone(), tile.clone(), tile], place, any::<[bool; 3]>()).prop_map(
-        |(attention, checkpoint, [mlp_tile, norm_tile, loss_tile], place, [fsdp, prefetch, host])| Techniques {
-            attention: [
-                Attention::Ulysses,
-                Attention::UPipe { per_stage: None },
-                Attention::UPipe { per_stage: Some(2) },
-            ][attention],
-            checkpoint: checkpoint.then_some(1),
+    let offload = (place, 1usize..5, 1usize..4, prop_oneof![Just(0), Just(0), 1usize..1 << 28]).prop_map(
+        |(place, in_flight, every, keep)| {
+            let usual = Techniques::all().offload.unwrap();
+            place.map(|place| OffloadPlan { place, in_flight, every, ..usual }).map(|plan| OffloadPlan { keep, ..plan })
+        },
+    );
+    let checkpoint = prop_oneof![Just(None), Just(Some(1)), (1..=layers).prop_map(Some)];
+    let attention = prop_oneof![
+        // Of one rank nothing is exchanged.
+        Just(if ulysses == 1 { Attention::Single } else { Attention::Ulysses }),
+        Just(Attention::UPipe { per_stage: None }),
+        Just(Attention::UPipe { per_stage: Some(2) }),
+    ];
+    (attention, checkpoint, [tile.clone(), tile.clone(), tile], offload, any::<[bool; 3]>()).prop_map(
+        |(attention, checkpoint, [mlp_tile, norm_tile, loss_tile], offload, [fsdp, prefetch, host])| Techniques {
+            attention,
+            checkpoint,
             mlp_tile,
             norm_tile,
             loss_tile,
-            offload: place.filter(|_| checkpoint).map(|place| OffloadPlan { place, in_flight: 2, every: 1, keep: 0 }),
+            offload: offload.filter(|_| checkpoint.is_some()),
             fsdp,
             prefetch,
             optimizer: if host { StatePlace::Host } else { StatePlace::Device },
@@ -51,17 +62,18 @@ fn techniques() -> impl Strategy<Value = Techniques> {
 }
 
 fn setup() -> impl Strategy<Value = Setup> {
-    (shape(), techniques(), 1usize..4, 1usize..3, 1usize..3, 1usize..200_000, any::<bool>()).prop_map(
-        |(model, techniques, ulysses, data, batch, seq_len, cpu)| Setup {
-            model,
+    let sizes = (1usize..4, 1usize..3, 1usize..3, prop_oneof![Just(1usize), 2usize..4], 1usize..200_000, any::<bool>());
+    (shape(), sizes).prop_flat_map(|(model, (ulysses, data, batch, accumulate, seq_len, cpu))| {
+        techniques(model.layers, ulysses).prop_map(move |techniques| Setup {
+            model: model.clone(),
             seq_len: seq_len + 4,
             batch,
-            accumulate: 1,
+            accumulate,
             mesh: MeshShape { data, ulysses, ..MeshShape::default() },
             techniques,
             accounting: if cpu { Accounting::flex(2) } else { machines(data * ulysses).accounting() },
-        },
-    )
+        })
+    })
 }
 
 fn machines(count: usize) -> Machines {
@@ -95,7 +107,8 @@ proptest! {
         let per_rank = |ranks: usize| Techniques {
             attention: match setup.techniques.attention {
                 Attention::UPipe { .. } => Attention::UPipe { per_stage: Some(ranks) },
-                other => other,
+                _ if ranks == 1 => Attention::Single,
+                _ => Attention::Ulysses,
             },
             ..setup.techniques
         };
@@ -113,15 +126,37 @@ proptest! {
     fn offload_takes_no_more_of_the_device(setup in setup()) {
         let without = Setup { techniques: Techniques { offload: None, ..setup.techniques }, ..setup.clone() };
         prop_assert!(peak(&setup) <= peak(&without), "{} with, {} without", peak(&setup), peak(&without));
-        let place = setup.techniques.offload.map(|offload| offload.place);
+        let (Some(offload), Some(blocks)) = (setup.techniques.offload, setup.techniques.checkpoint) else {
+            return Ok(());
+        };
         let memory = memory(&setup).unwrap();
-        let inputs = setup.model.layers * setup.batch * setup.local() * setup.model.width * setup.accounting.compute;
-        if place == Some(WaitingPlace::Disk) {
-            prop_assert_eq!(memory.disk, inputs);
+        let one = setup.batch * setup.local() * setup.model.width * setup.accounting.compute;
+        // Every so many of the inputs of checkpoints, but the newest ones that may stay.
+        let inputs = setup.model.layers.div_ceil(blocks);
+        let leaving = inputs.saturating_sub(offload.keep / one).div_ceil(offload.every) * one;
+        if offload.place == WaitingPlace::Disk {
+            prop_assert_eq!(memory.disk, leaving);
         }
-        if place == Some(WaitingPlace::Host) && setup.techniques.optimizer == StatePlace::Device {
-            prop_assert_eq!(memory.host, inputs);
+        if offload.place == WaitingPlace::Host && setup.techniques.optimizer == StatePlace::Device {
+            prop_assert_eq!(memory.host, leaving);
         }
+    }
+
+    /// A search looks at the smallest of them only.
+    #[test]
+    fn larger_tiles_take_no_less_and_no_other_time(setup in setup(), small in 1usize..5000, more in 1usize..5000, which in 0usize..3) {
+        let with = |tokens: usize| {
+            let mut techniques = setup.techniques;
+            let tiles = [&mut techniques.mlp_tile, &mut techniques.norm_tile, &mut techniques.loss_tile];
+            *tiles.into_iter().nth(which).unwrap() = Some(tokens);
+            Setup { techniques, ..setup.clone() }
+        };
+        let (small, large) = (with(small), with(small + more));
+        prop_assert!(peak(&small) <= peak(&large), "{} {}", peak(&small), peak(&large));
+        let (one, other) = (memory(&small).unwrap(), memory(&large).unwrap());
+        prop_assert_eq!((one.host, one.disk), (other.host, other.disk));
+        let machines = machines(setup.ranks());
+        prop_assert_eq!(time(&small, &machines).unwrap(), time(&large, &machines).unwrap());
     }
 
     /// With all else equal, one head a rank and stage, of several stages. Beside its stages U-Pipe sums the gradients of its own weights, which
@@ -176,29 +211,126 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
+    /// Beside a walk through all of them.
     #[test]
-    fn what_a_search_finds_fits_and_nothing_that_is_held_is_faster(setup in setup(), seq_len in 1usize..400) {
+    fn what_a_search_finds_fits_and_nothing_that_fits_is_faster(setup in setup(), seq_len in 1usize..400) {
         let setup = Setup { seq_len: 1024 * seq_len, ..setup };
-        let machines = machines(setup.ranks());
-        let found = fit(&setup, &machines, &Choices::all(setup.ranks()), None).unwrap();
-        if found.fitting == 0 {
-            return Ok(());
-        }
-        prop_assert_eq!(limit(&found.setup, &machines, None).unwrap(), None);
-        prop_assert_eq!(found.setup.seq_len, setup.seq_len);
-        let speed = |setup: &Setup| setup.mesh.data as f64 / time(setup, &machines).unwrap().seconds();
-        if limit(&setup, &machines, None).unwrap().is_none() {
-            // One of those that were searched, but for the sizes of tiles and stages.
-            prop_assert!(speed(&found.setup) >= 0.999 * speed(&setup));
-        }
-        // Held to what was found, it finds the same.
-        let held = Choices {
-            mesh: vec![found.setup.mesh],
-            attention: Some(vec![found.setup.techniques.attention]),
+        let (machines, typed) = (machines(setup.ranks()), setup.techniques);
+        let tiles = |typed: Option<usize>| vec![None, typed.or(Some(1024)), Some(2048)];
+        let choices = Choices {
+            mesh: vec![setup.mesh],
+            attention: AttentionChoice::Held(typed.attention),
+            checkpoint: vec![typed.checkpoint, Some(1)],
+            mlp_tile: tiles(typed.mlp_tile),
+            loss_tile: tiles(typed.loss_tile),
+            norm_tile: vec![typed.norm_tile],
+            offload: vec![None, typed.offload],
             ..Choices::all(setup.ranks())
         };
-        prop_assert!(fit(&setup, &machines, &held, None).unwrap().fitting <= found.fitting);
+        let found = fit(&setup, &machines, &choices, None).unwrap();
+        let speed = |setup: &Setup| setup.mesh.data as f64 / time(setup, &machines).unwrap().seconds();
+        let mut fastest = None;
+        for checkpoint in &choices.checkpoint {
+            for offload in &choices.offload {
+                for mlp_tile in &choices.mlp_tile {
+                    for loss_tile in &choices.loss_tile {
+                        for fsdp in &choices.fsdp {
+                            for prefetch in &choices.prefetch {
+                                for optimizer in &choices.optimizer {
+                                    let techniques = Techniques {
+                                        checkpoint: *checkpoint,
+                                        offload: *offload,
+                                        mlp_tile: *mlp_tile,
+                                        loss_tile: *loss_tile,
+                                        fsdp: *fsdp,
+                                        prefetch: *prefetch,
+                                        optimizer: *optimizer,
+                                        ..typed
+                                    };
+                                    let one = Setup { techniques, ..setup.clone() };
+                                    if one.check().is_ok() && limit(&one, &machines, None).unwrap().is_none() {
+                                        fastest = Some(speed(&one).max(fastest.unwrap_or(0.0)));
+                                    }
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        prop_assert_eq!(found.fitting > 0, fastest.is_some());
+        let Some(fastest) = fastest else { return Ok(()) };
+        prop_assert_eq!(limit(&found.setup, &machines, None).unwrap(), None);
+        prop_assert!(speed(&found.setup) >= 0.999 * fastest, "{} {fastest}", speed(&found.setup));
+        prop_assert_eq!((found.setup.seq_len, found.setup.mesh, found.setup.batch), (setup.seq_len, setup.mesh, setup.batch));
+        prop_assert_eq!(found.setup.techniques.attention, typed.attention);
     }
+}
+
+/// With tiles as large as fit, and no larger.
+#[test]
+fn a_search_takes_the_largest_tiles_that_fit() {
+    let machines = Machines { hardware: device("h100-80g").unwrap(), count: 8 };
+    let setup = Setup::published(model("llama-3-8b").unwrap(), 5 << 20, 8);
+    let held = Choices {
+        attention: AttentionChoice::Held(Attention::UPipe { per_stage: None }),
+        checkpoint: vec![Some(1)],
+        mesh: vec![setup.mesh],
+        ..Choices::all(8)
+    };
+    let found = fit(&setup, &machines, &held, None).unwrap().setup;
+    assert_eq!(limit(&found, &machines, None).unwrap(), None);
+    let with = |mlp_tile| Setup { techniques: Techniques { mlp_tile, ..found.techniques }, ..found.clone() };
+    let fits = |mlp_tile| limit(&with(mlp_tile), &machines, None).unwrap().is_none();
+    let largest = [8192, 2048, 512].into_iter().find(|tile| fits(Some(*tile)));
+    assert!(largest.is_some());
+    assert_eq!(found.techniques.mlp_tile, largest);
+}
+
+/// U that no power of two is, of heads that no power of two are.
+#[test]
+fn a_search_looks_at_every_number_of_heads_a_stage() {
+    let machines = Machines { hardware: device("h100-80g").unwrap(), count: 1 };
+    let setup = Setup::published(model("llama-3.2-3b").unwrap(), 1 << 12, 1);
+    let held = |attention| Choices { attention, checkpoint: vec![Some(1)], offload: vec![None], ..Choices::all(1) };
+    let tried = |attention| fit(&setup, &machines, &held(attention), None).unwrap().tried;
+    let one = tried(AttentionChoice::Held(Attention::UPipe { per_stage: Some(9) }));
+    // 24 heads: of 1 to 24 a stage, and for any 1 to 23 or all at once.
+    assert_eq!(tried(AttentionChoice::Staged), 24 * one);
+    assert_eq!(tried(AttentionChoice::Any), 24 * one);
+}
+
+#[test]
+fn a_search_over_more_devices_than_there_are_is_refused_at_once() {
+    let setup = Setup::published(model("llama-3.2-1b").unwrap(), 1 << 12, 1);
+    for count in [usize::MAX, 1_000_000_000_000] {
+        let machines = Machines { hardware: device("h100-80g").unwrap(), count };
+        assert!(fit(&setup, &machines, &Choices::all(count), None).is_err());
+    }
+    // And a mesh that leaves no rank.
+    let held = Choices { mesh: vec![MeshShape { ulysses: 0, ..MeshShape::default() }], ..Choices::all(1) };
+    let machines = Machines { hardware: device("h100-80g").unwrap(), count: 1 };
+    let error = fit(&Setup { mesh: held.mesh[0], ..setup }, &machines, &held, None).unwrap_err();
+    assert!(error.to_string().contains("ulysses=0 leaves no rank"), "{error}");
+}
+
+/// As sheets of data have it: half the speed; and nothing is left of two bytes.
+#[test]
+fn in_f32_all_is_in_f32() {
+    let (bf16, f32) = (device("h100-80g").unwrap(), device("h100-80g").unwrap().computing_in(Compute::F32));
+    let setup = |hardware: &Hardware, compute| {
+        let machines = Machines { hardware: hardware.clone(), count: 8 };
+        let setup = Setup::published(model("llama-3-8b").unwrap(), 1 << 20, 8);
+        (Setup { accounting: machines.accounting_in(compute), ..setup }, machines)
+    };
+    let ((half, on_half), (full, on_full)) = (setup(&bf16, Compute::Bf16), setup(&f32, Compute::F32));
+    let part = |setup: &Setup, name| memory(setup).unwrap().peak().unwrap().parts[name];
+    let ratio = |name| part(&full, name) as f64 / part(&half, name) as f64;
+    assert!((ratio("weights") - 2.0).abs() < 1e-6 && (ratio("optimizer state") - 2.0 / 3.0).abs() < 1e-6);
+    assert_eq!(memory(&full).unwrap().host, 2 * memory(&half).unwrap().host);
+    assert!(ratio("hidden states") == 2.0 && ratio("attention") > 1.5);
+    let seconds = |setup, machines| time(setup, machines).unwrap().compute;
+    assert_eq!(seconds(&full, &on_full), 2.0 * seconds(&half, &on_half));
 }
 
 #[test]
@@ -229,6 +361,16 @@ fn what_cannot_run_is_an_error_with_its_numbers() {
         (&|s| s.batch = 1 << 40, "more bytes than can be counted"),
         (&|s| s.model.width = 1 << 50, "more bytes than can be counted"),
         (&|s| s.mesh.ulysses = 5000, "5000"),
+        (&|s| (s.seq_len, s.accumulate) = (8, 8_000_000_000), "more bytes than can be counted"),
+        (&|s| (s.model.vocab, s.model.width) = (usize::MAX, usize::MAX), "more bytes than can be counted"),
+        (&|s| s.model.head_dim = usize::MAX, "more bytes than can be counted"),
+        (&|s| s.model.layers = 1 << 40, "1099511627776 blocks"),
+        (&|s| s.accounting.overhead = usize::MAX, "an overhead of 18446744073709551615 bytes"),
+        (&|s| s.accounting.compute = 0, "elements of 0 bytes"),
+        (&|s| s.accounting.compute = 3, "elements of 3 bytes"),
+        (&|s| s.accounting.optimizer = usize::MAX, "bytes of optimizer state"),
+        (&|s| s.accounting.threads = usize::MAX, "threads of a rank"),
+        (&|s| s.accounting.fragmentation = 101, "101 percent"),
     ] {
         let text = wrong(change).to_string();
         assert!(text.contains(expected), "{text:?} has no {expected:?}");

@@ -45,6 +45,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod bytes;
 mod context_parallel;
 mod drop_in;
 mod exchange;
@@ -53,10 +54,11 @@ mod multi_head;
 mod scope;
 mod ulysses;
 
+pub use bytes::{KernelBytes, UlyssesBytes, ulysses_bytes};
 pub use context_parallel::{ContextParallel, ContextParallelDevice};
 pub use drop_in::{attention, attention_with, try_attention};
 pub use exchange::{HeadExchange, HeadShape, gather_tokens, head_ranges, return_tokens, select_heads};
 pub use heads::{HeadRun, HeadSplit, attend, attend_backward};
 pub use multi_head::{FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
 pub use scope::{SequenceContext, current, scope};
-pub use ulysses::{ulysses, ulysses_bytes};
+pub use ulysses::ulysses;

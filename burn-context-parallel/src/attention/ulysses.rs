@@ -49,7 +49,7 @@ impl Scheme {
 ///
 /// # Memory
 ///
-/// [`ulysses_bytes`] are kept for the backward pass; about as much again while it runs.
+/// [`ulysses_bytes`](super::ulysses_bytes) are kept for the backward pass; [`UlyssesBytes`](super::UlyssesBytes) has the peaks.
 ///
 /// # Communication
 ///
@@ -163,15 +163,4 @@ fn check(
         }
     }
     HeadSplit::new(q.dims()[1], k.dims()[1], group.size()).map(drop)
-}
-
-/// Bytes that [`ulysses`] keeps on one rank between forward and backward beside its output: q, k, v of this rank's heads
-/// over the whole sequence, and the log-sum-exp.
-///
-/// ```text
-/// B S ((h + 2 g) D * size + 4 h),  h, g = this rank's query and key/value heads
-/// ```
-pub fn ulysses_bytes(split: &HeadSplit, rank: usize, batch: usize, seq: usize, dim: usize, size: usize) -> usize {
-    let (h, g) = (split.queries(rank).len(), split.keys(rank).len());
-    batch * seq * ((h + 2 * g) * dim * size + 4 * h)
 }

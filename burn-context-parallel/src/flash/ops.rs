@@ -7,7 +7,7 @@ use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::backend::tensor::FloatTensor;
+use burn::backend::tensor::{Device, FloatTensor};
 use burn::backend::{Autodiff, AutodiffBackend, Backend, TensorMetadata, backend_extension};
 use burn::tensor::{DType, Shape};
 
@@ -105,16 +105,19 @@ impl<B: Backend + FlashOps> Backward<B, 3> for OutStep {
 #[derive(Debug)]
 struct LseStep;
 
+/// What `out` looks like: who has no use for lse keeps this step to the end of the backward pass, and must not keep `out` with it.
+type Like<B> = (Shape, Device<B>, DType);
+
 impl<B: Backend> Backward<B, 1> for LseStep {
-    type State = (Stash<B>, FloatTensor<B>);
+    type State = (Stash<B>, Like<B>);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let d_lse = grads.consume::<B>(&ops.node);
-        let (stash, out) = ops.state;
+        let (stash, (shape, device, dtype)) = ops.state;
         *stash.lock().expect("no step panics while holding this") = Some(d_lse);
         if let [Some(parent)] = &ops.parents {
             // Something must be there for `OutStep` to consume when only lse is used.
-            let zeros = B::float_zeros(out.shape(), &out.device(), out.dtype().into());
+            let zeros = B::float_zeros(shape, &device, dtype.into());
             grads.register::<B>(parent.id, zeros);
         }
     }
@@ -145,9 +148,10 @@ impl<B: Backend + FlashOps, C: CheckpointStrategy> FlashOps for Autodiff<B, C> {
             OpsKind::Tracked(prep) => {
                 let d_lse = Stash::<B>::default();
                 let saved = Saved { q, k, v, out: out.clone(), lse: lse.clone(), d_lse: d_lse.clone(), options };
-                let tracked = prep.finish(saved, out.clone());
+                let like = (out.shape(), out.device(), out.dtype());
+                let tracked = prep.finish(saved, out);
                 let lse = match LseStep.prepare::<C>([tracked.node()]).compute_bound().stateful() {
-                    OpsKind::Tracked(prep) => prep.finish((d_lse, out), lse),
+                    OpsKind::Tracked(prep) => prep.finish((d_lse, like), lse),
                     OpsKind::UnTracked(prep) => prep.finish(lse),
                 };
                 (tracked, lse)

@@ -94,10 +94,19 @@ pub fn forward_bytes(elements: usize, ranks: usize, compute: usize, prefetch: bo
     (elements + elements.div_ceil(ranks.max(1))) * compute * if prefetch { 2 } else { 1 }
 }
 
-/// As [`forward_bytes`], in the backward pass: the block's gradients in `compute` and their copy in f32 on the way to the ranks
-/// come on top.
+/// As [`forward_bytes`], in the backward pass: the block's gradients in `compute` bytes an element and [`reduction_bytes`] come on top.
 pub fn backward_bytes(elements: usize, ranks: usize, compute: usize, prefetch: bool) -> usize {
-    forward_bytes(elements, ranks, compute, prefetch) + elements * (compute + 2 * compute.max(4))
+    forward_bytes(elements, ranks, compute, prefetch) + elements * compute + reduction_bytes(elements, compute)
+}
+
+/// Bytes that the reduction of a block's gradients takes beside these: the parts for all ranks in f32 (f64 stays), and gradients of half types
+/// in f32.
+///
+/// ```text
+/// elements * (2 max(compute, 4) - compute)
+/// ```
+pub fn reduction_bytes(elements: usize, compute: usize) -> usize {
+    elements * (2 * compute.max(4) - compute)
 }
 
 /// Bytes that `Accumulation::Once` keeps between micro-batches: whole gradients in f32 (f64 stays) of all `elements` that train.

@@ -1,6 +1,7 @@
 //! Axes of parallelism: how the ranks of a world are divided between several techniques.
 
 use std::fmt;
+use std::str::FromStr;
 
 use crate::{Error, Result};
 
@@ -64,6 +65,12 @@ impl MeshShape {
         self.data.checked_mul(self.ring)?.checked_mul(self.ulysses)
     }
 
+    /// As it is typed: `data=2,ulysses=4`, a ring only where there is one.
+    pub fn typed(&self) -> String {
+        let ring = if self.ring == 1 { String::new() } else { format!("ring={},", self.ring) };
+        format!("data={},{ring}ulysses={}", self.data, self.ulysses)
+    }
+
     /// Fits the shape to a number of ranks.
     ///
     /// # Errors
@@ -107,6 +114,64 @@ impl MeshShape {
         };
         let plural = if needed == 1 { "rank" } else { "ranks" };
         refuse(format!("{self} needs {needed} {plural}, {ranks} were launched"), remedy)
+    }
+}
+
+/// What is wrong with a mesh that was typed. What to type in its place depends on where it was: that is for the caller to add.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParseMeshError {
+    /// A part without `=`.
+    #[error("{0:?} is no axis with a degree")]
+    Degree(String),
+    /// A name that is no axis.
+    #[error("no axis is called {0:?}")]
+    Name(String),
+    /// An axis that has a degree already.
+    #[error("{0} is there twice")]
+    Twice(Axis),
+    /// A degree that is no whole number from 1.
+    #[error("{0} has no degree from 1")]
+    Number(String),
+}
+
+impl FromStr for MeshShape {
+    type Err = ParseMeshError;
+
+    /// Reads `data=2,ulysses=4`, in any order; an axis that is not named has degree 1. [`MeshShape::typed`] is the way back.
+    ///
+    /// # Errors
+    ///
+    /// [`ParseMeshError`].
+    ///
+    /// ```
+    /// use burn_context_parallel::group::MeshShape;
+    ///
+    /// let shape = MeshShape { data: 2, ulysses: 4, ..MeshShape::default() };
+    /// assert_eq!("data=2,ulysses=4".parse(), Ok(shape));
+    /// assert_eq!("ulysses=4, data=2".parse(), Ok(shape));
+    /// assert_eq!("tensor=2".parse::<MeshShape>().unwrap_err().to_string(), "no axis is called \"tensor\"");
+    /// ```
+    fn from_str(text: &str) -> std::result::Result<Self, ParseMeshError> {
+        let mut shape = Self::default();
+        let mut named = Vec::new();
+        for part in text.split(',').map(str::trim) {
+            let (name, degree) = part.split_once('=').ok_or_else(|| ParseMeshError::Degree(part.to_owned()))?;
+            let axis = Axis::ALL.into_iter().find(|axis| axis.to_string() == name.trim());
+            let axis = axis.ok_or_else(|| ParseMeshError::Name(name.trim().to_owned()))?;
+            if named.contains(&axis) {
+                return Err(ParseMeshError::Twice(axis));
+            }
+            named.push(axis);
+            let degree = degree.trim().parse().ok().filter(|degree| *degree > 0);
+            let degree = degree.ok_or_else(|| ParseMeshError::Number(part.to_owned()))?;
+            match axis {
+                Axis::Data => shape.data = degree,
+                Axis::Ring => shape.ring = degree,
+                Axis::Ulysses => shape.ulysses = degree,
+            }
+        }
+        Ok(shape)
     }
 }
 
@@ -243,4 +308,37 @@ fn group(world: &ProcessGroup, shape: MeshShape, axes: &[Axis]) -> Result<Proces
         })
         .collect();
     world.subgroup(&members)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("data=2,ulysses=3", (2, 1, 3))]
+    #[case("ring=2, ulysses=4", (1, 2, 4))]
+    #[case(" ulysses = 4 ", (1, 1, 4))]
+    fn a_mesh_is_degrees_of_axes_and_shows_as_it_is_typed(
+        #[case] text: &str,
+        #[case] (data, ring, ulysses): (usize, usize, usize),
+    ) {
+        let shape: MeshShape = text.parse().unwrap();
+        assert_eq!(shape, MeshShape { data, ring, ulysses });
+        assert_eq!(shape.typed().parse(), Ok(shape));
+    }
+
+    #[rstest]
+    #[case("tensor=2", "no axis is called \"tensor\"")]
+    #[case("data=2,data=2", "data is there twice")]
+    #[case("data=0", "data=0 has no degree from 1")]
+    #[case("data=-1", "data=-1 has no degree from 1")]
+    #[case("ulysses=99999999999999999999", "ulysses=99999999999999999999 has no degree from 1")]
+    #[case("8", "\"8\" is no axis with a degree")]
+    #[case("", "\"\" is no axis with a degree")]
+    #[case("data=2,", "\"\" is no axis with a degree")]
+    fn what_is_no_mesh_is_named(#[case] text: &str, #[case] problem: &str) {
+        assert_eq!(text.parse::<MeshShape>().unwrap_err().to_string(), problem);
+    }
 }

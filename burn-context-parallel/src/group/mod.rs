@@ -45,7 +45,7 @@ use std::sync::Arc;
 pub use call::{Announcement, Argument, Call, Kind, Operation, ReduceOp, disagreement};
 pub use error::{Aspect, Cause, Claim, GroupError, Place, Site};
 pub use launch::{LaunchConfig, LaunchError, MAX_RANKS, STACKS, launch, launch_each};
-pub use mesh::{Axis, Coordinates, Mesh, MeshShape};
+pub use mesh::{Axis, Coordinates, Mesh, MeshShape, ParseMeshError};
 pub use parcel::{Body, Parcel, Reading};
 pub use payload::Payload;
 pub use reduce::reduce;

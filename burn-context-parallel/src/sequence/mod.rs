@@ -21,7 +21,7 @@ mod shard;
 pub use batch::{Batch, IGNORE_INDEX};
 pub use documents::{Documents, NO_DOCUMENT, PerToken};
 pub use layout::{MAX_TOKENS, Piece, SequenceLayout};
-pub use rotary::{MAX_HEAD_DIM, RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint};
+pub use rotary::{MAX_HEAD_DIM, RotaryFrequencies, RotaryTable, apply_rotary, apply_rotary_adjoint, rotary_bytes};
 pub use rotary_embedding::{RotaryEmbedding, RotaryEmbeddingConfig};
 pub use scaling::RotaryScaling;
 pub use shard::{Document, Shard};

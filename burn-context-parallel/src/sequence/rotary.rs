@@ -149,6 +149,15 @@ pub fn apply_rotary(x: Tensor<4>, table: &RotaryTable) -> Tensor<4> {
     custom_vjp(inputs, y, move |dy: Tensor<4>| vec![Some(saved.rotate(dy, -1.0).into_dispatch())])
 }
 
+/// Bytes at the peak of [`apply_rotary`] above its input: the result and its halves, both or one with what it is added to.
+///
+/// ```text
+/// 3/2 B L heads D * size
+/// ```
+pub fn rotary_bytes(batch: usize, local: usize, heads: usize, dim: usize, size: usize) -> usize {
+    3 * batch * local * heads * dim * size / 2
+}
+
 /// The adjoint of [`apply_rotary`]: a rotation back (times the same attention factor), for gradients without
 /// autodiff.
 pub fn apply_rotary_adjoint(dy: Tensor<4>, table: &RotaryTable) -> Tensor<4> {

@@ -6,9 +6,10 @@ use super::ledger::Ledger;
 use super::setup::Attention;
 use super::{PlanError, Setup};
 use crate::checkpoint;
-use crate::tiling::even_bytes;
-use crate::upipe::{self, Schedule};
-use burn_context_parallel::attention::HeadSplit;
+use crate::tiling::{FeedForwardBytes, norm_backward_bytes, norm_bytes};
+use crate::upipe::{self, Schedule, head_norm_bytes};
+use burn_context_parallel::attention::{HeadSplit, KernelBytes, UlyssesBytes};
+use burn_context_parallel::sequence::rotary_bytes;
 
 /// Hidden states: a block's input, the residual, and their gradients.
 pub(super) const HIDDEN: &str = "hidden states";
@@ -37,32 +38,23 @@ enum Scheme {
 pub(super) struct Block {
     scheme: Scheme,
     shape: (usize, usize, usize, usize),
-    kernel: (usize, bool),
+    kernel: KernelBytes,
     copying: bool,
     /// [B, L, E].
     pub e: usize,
-    /// [B, L, H, D], and one of k and v.
-    q: usize,
-    k: usize,
-    /// This rank's heads over the whole sequence: q, and one of k and v.
-    qg: usize,
-    kg: usize,
-    /// What an exchange of q has on its way to others.
-    sent: usize,
-    /// A row statistic of this rank's heads.
-    rows: usize,
-    /// Scratch of attention's threads.
-    scratch: [usize; 2],
-    /// [B, L, F].
-    f: usize,
-    /// A tile of the feed-forward, [B, n, F] and [B, n, E], and of a norm, [B, n, E]; `None` without tiles.
-    mlp_tile: Option<(usize, usize)>,
-    norm_tile: Option<usize>,
-    /// Gradients of weights: [E, F], [E, H D], [E, G D].
-    wf: usize,
+    /// Tensors of attention where nothing is exchanged, and of Ulysses.
+    heads: UlyssesBytes,
+    rotation: usize,
+    /// Of norms on whole heads: kept, and what comes on top on the way back.
+    head_norm: [usize; 2],
+    feed_forward: FeedForwardBytes,
+    /// What a norm takes on its way, and on its way back.
+    norm: [usize; 2],
+    norm_kept: bool,
+    /// Gradients of weights: [E, H D], [E, G D].
     wq: usize,
     wk: usize,
-    /// Bytes of an element of what stages sum, over those of an element.
+    /// What stages sum, over the bytes of an element of x.
     sums: usize,
 }
 
@@ -73,8 +65,6 @@ impl Block {
         let ranks = setup.mesh.ulysses;
         let core = |error: burn_context_parallel::Error| PlanError::Core(error);
         let split = HeadSplit::new(model.heads, model.kv_heads, ranks).map_err(core)?;
-        let most = |count: &dyn Fn(usize) -> usize| (0..ranks).map(count).max().unwrap_or(0);
-        let (h, g) = (most(&|rank| split.queries(rank).len()), most(&|rank| split.keys(rank).len()));
         let scheme = match techniques.attention {
             Attention::Single if ranks > 1 => {
                 return Err(PlanError::Invalid {
@@ -89,30 +79,36 @@ impl Block {
             Attention::Ulysses if ranks > 1 => Scheme::Exchanged,
             _ => Scheme::Whole,
         };
-        let heads = |count: usize, tokens: usize| batch * tokens * count * model.head_dim * size;
         let padded = local * ranks;
-        let staged = matches!(scheme, Scheme::Staged(_));
-        let scratch = scratch(setup, h, g);
+        let of_rank = |rank| UlyssesBytes::new(&split, rank, batch, padded, model.head_dim, size);
+        // The rank with the most heads; where counts differ, ranks with most queries have most keys, too.
+        let most = (0..ranks).max_by_key(|rank| of_rank(*rank).saved()).unwrap_or(0);
+        let gradient = accounting.gradient.min(size);
+        let matrix = |heads: usize| model.width * heads * model.head_dim * gradient;
         let e = checkpoint::saved_bytes(batch, local, model.width, size);
-        let row = |width: usize, tile: usize| even_bytes(batch, local, tile, width, size);
+        let norm = [norm_bytes, norm_backward_bytes]
+            .map(|bytes| bytes(batch, local, techniques.norm_tile, model.width, size));
         Ok(Self {
             shape: (batch, padded.max(seq), model.head_dim, size),
-            kernel: (accounting.kernel_gradient, accounting.casts_whole && size < 4),
+            kernel: KernelBytes {
+                scratch: scratch(setup, split.queries(most).len(), split.keys(most).len()),
+                result: accounting.kernel_gradient,
+                casts: accounting.casts_whole,
+            },
             copying: accounting.copying,
             e,
-            q: heads(model.heads, local),
-            k: heads(model.kv_heads, local),
-            qg: heads(h, padded),
-            kg: heads(g, padded),
-            sent: if ranks > 1 { heads(model.heads, local) / ranks * (ranks - 1) } else { 0 },
-            rows: if staged { upipe_rows(&scheme, batch, seq) } else { 4 * batch * padded * h },
-            scratch,
-            f: batch * local * model.inner * size,
-            mlp_tile: techniques.mlp_tile.map(|tile| (row(model.inner, tile), row(model.width, tile))),
-            norm_tile: techniques.norm_tile.map(|tile| row(model.width, tile)),
-            wf: model.width * model.inner * accounting.gradient.min(size),
-            wq: model.width * model.heads * model.head_dim * accounting.gradient.min(size),
-            wk: model.width * model.kv_heads * model.head_dim * accounting.gradient.min(size),
+            heads: of_rank(most),
+            head_norm: match (&scheme, model.qk_norm) {
+                (Scheme::Staged(_), _) | (_, false) => [0; 2],
+                _ => head_norm_bytes(batch, local, model.heads, model.kv_heads, model.head_dim, size),
+            },
+            rotation: rotary_bytes(batch, local, model.heads, model.head_dim, size),
+            feed_forward: FeedForwardBytes::new(batch, local, techniques.mlp_tile, model.width, model.inner, size, gradient)
+                .with_kept(accounting.feed_forward_kept),
+            norm,
+            norm_kept: techniques.norm_tile.is_none(),
+            wq: matrix(model.heads),
+            wk: matrix(model.kv_heads),
             sums: accounting.sums * e / size,
             scheme,
         })
@@ -120,35 +116,35 @@ impl Block {
 
     /// Gradients of all matrices.
     pub fn weights(&self) -> usize {
-        3 * self.wf + 2 * self.wq + 2 * self.wk
+        3 * self.feed_forward.weights() + 2 * self.wq + 2 * self.wk
     }
 
     /// From x, which stays the caller's, to y, which is [`HIDDEN`]; with a tape all that it keeps stays.
     pub fn forward(&self, ledger: &mut Ledger, tape: bool) {
-        let Self { e, q, f, .. } = *self;
+        let Self { e, .. } = *self;
         self.norm_forward(ledger, ATTENTION, tape);
         self.attention_forward(ledger, tape);
         // h: the output projection's result, to which x is added.
         ledger.take(HIDDEN, e);
         if !tape {
-            ledger.free(ATTENTION, q);
+            ledger.free(ATTENTION, self.heads.q);
             if matches!(self.scheme, Scheme::Staged(_)) {
                 ledger.free(ATTENTION, e);
             }
         }
         self.norm_forward(ledger, MLP, tape);
-        match self.mlp_tile {
-            None => {
-                ledger.take(MLP, if tape { 5 * f } else { 3 * f });
-                ledger.take(HIDDEN, e);
-                if !tape {
-                    ledger.free(MLP, 3 * f);
-                }
-            }
-            Some((inner, width)) => {
-                ledger.take(HIDDEN, e);
-                ledger.flash(MLP, 3 * inner + width);
-            }
+        if tape {
+            ledger.take(MLP, self.feed_forward.saved());
+        }
+        // y is there when the last tile is, or when the products are.
+        if self.feed_forward.saved() == 0 {
+            ledger.take(HIDDEN, e);
+            ledger.flash(MLP, self.feed_forward.forward());
+        } else {
+            let forward = if tape { 0 } else { self.feed_forward.forward() };
+            ledger.take(MLP, forward);
+            ledger.take(HIDDEN, e);
+            ledger.free(MLP, forward);
         }
         if !tape {
             ledger.free(MLP, e);
@@ -157,79 +153,57 @@ impl Block {
     }
 
     fn norm_forward(&self, ledger: &mut Ledger, part: &'static str, tape: bool) {
-        match self.norm_tile {
-            Some(tile) => {
-                ledger.take(part, self.e);
-                ledger.flash(NORM, 3 * tile);
+        if self.norm_kept {
+            ledger.take(NORM, self.norm[0]);
+            ledger.take(part, self.e);
+            if !tape {
+                ledger.free(NORM, self.norm[0]);
             }
-            None => {
-                ledger.take(NORM, self.e);
-                ledger.take(part, self.e);
-                if !tape {
-                    ledger.free(NORM, self.e);
-                }
-            }
+        } else {
+            ledger.take(part, self.e);
+            ledger.flash(NORM, self.norm[0]);
         }
     }
 
     fn attention_forward(&self, ledger: &mut Ledger, tape: bool) {
-        let Self { e, q, k, qg, kg, sent, rows, .. } = *self;
-        let mut take = |bytes| ledger.take(ATTENTION, bytes);
+        let UlyssesBytes { q, k, rows, .. } = self.heads;
+        let input = q + 2 * k;
+        if !matches!(self.scheme, Scheme::Staged(_)) {
+            ledger.flash(ATTENTION, input);
+            if !tape {
+                ledger.free(ATTENTION, self.e);
+            }
+            if tape {
+                ledger.take(ATTENTION, self.head_norm[0]);
+            }
+            ledger.flash(ATTENTION, input + self.rotation.max(self.head_norm[1]));
+        }
         match &self.scheme {
             Scheme::Whole => {
-                take(q + 2 * k);
+                ledger.flash(ATTENTION, input + q + rows + self.kernel.scratch[0]);
+                // The output, and once more with tokens first.
+                ledger.take(ATTENTION, if tape { input + q + rows + q } else { 2 * q });
                 if !tape {
-                    ledger.free(ATTENTION, e);
-                }
-                // Rotation: the rotated heads, and halves on their way.
-                ledger.flash(ATTENTION, 3 * q / 2);
-                ledger.take(ATTENTION, q + rows);
-                ledger.flash(ATTENTION, self.scratch[0]);
-                // The output once more, tokens first.
-                if !tape {
-                    ledger.free(ATTENTION, q + 2 * k + rows);
-                    ledger.flash(ATTENTION, q);
-                } else {
-                    ledger.take(ATTENTION, q);
+                    ledger.free(ATTENTION, q);
                 }
             }
             Scheme::Exchanged => {
-                take(q + 2 * k);
-                if !tape {
-                    ledger.free(ATTENTION, e);
-                }
-                ledger.flash(ATTENTION, 3 * q / 2);
-                ledger.take(ATTENTION, qg + 2 * kg);
-                ledger.flash(ATTENTION, sent);
-                if !tape && !self.copying {
-                    ledger.free(ATTENTION, q + 2 * k);
-                }
-                ledger.take(ATTENTION, qg + rows);
-                ledger.flash(ATTENTION, self.scratch[0]);
-                ledger.take(ATTENTION, q);
-                ledger.flash(ATTENTION, 2 * sent);
-                // The output as it was gathered, and what was sent.
-                ledger.free(ATTENTION, qg);
-                if tape || self.copying {
-                    ledger.free(ATTENTION, q + 2 * k);
-                }
-                if !tape {
-                    ledger.free(ATTENTION, qg + 2 * kg + rows);
-                }
+                ledger.flash(ATTENTION, self.heads.forward(&self.kernel, tape || self.copying));
+                ledger.take(ATTENTION, q + if tape { self.heads.saved() } else { 0 });
             }
             Scheme::Staged(schedule) => {
                 let (batch, seq, dim, size) = self.shape;
-                let stage = upipe::forward_bytes(schedule, batch, seq, dim, size) + self.scratch[0];
+                let stage = upipe::forward_bytes(schedule, batch, seq, dim, size) + self.kernel.scratch[0];
                 // The output exists from the end of the first stage on.
                 if schedule.stages().len() == 1 {
                     ledger.flash(ATTENTION, stage);
                     ledger.take(ATTENTION, q);
                 } else {
-                    take(q);
+                    ledger.take(ATTENTION, q);
                     ledger.flash(ATTENTION, stage + upipe::stage_bytes(schedule, batch, seq, dim, size) / 2);
                 }
                 if tape {
-                    ledger.take(ATTENTION, rows);
+                    ledger.take(ATTENTION, upipe::saved_bytes(schedule, batch, seq));
                 }
             }
         }
@@ -237,23 +211,17 @@ impl Block {
 
     /// From dy, which is [`HIDDEN`], to dx, which replaces it; frees what the tape kept but x, and leaves the gradients of weights.
     pub fn backward(&self, ledger: &mut Ledger) {
-        let Self { e, q, f, wf, wq, wk, .. } = *self;
-        match self.mlp_tile {
-            None => {
-                ledger.flash(MLP, 2 * f);
-                ledger.free(MLP, 4 * f);
-                ledger.take(GRADIENTS, 2 * wf);
-                ledger.flash(MLP, 3 * e + wf);
-                ledger.take(GRADIENTS, wf);
-                ledger.free(MLP, f);
-                ledger.take(HIDDEN, e);
-            }
-            Some((inner, width)) => {
-                ledger.take(HIDDEN, e);
-                ledger.flash(MLP, (6 * inner + 5 * wf).max(inner + 7 * wf) + 3 * width);
-                ledger.take(GRADIENTS, 3 * wf);
-            }
+        let Self { e, wq, wk, .. } = *self;
+        let (q, feed_forward) = (self.heads.q, &self.feed_forward);
+        ledger.free(MLP, feed_forward.saved());
+        if feed_forward.saved() == 0 {
+            ledger.take(HIDDEN, e);
+            ledger.flash(MLP, feed_forward.backward());
+        } else {
+            ledger.flash(MLP, feed_forward.backward());
+            ledger.take(HIDDEN, e);
         }
+        ledger.take(GRADIENTS, 3 * feed_forward.weights());
         ledger.free(MLP, e);
         self.norm_backward(ledger);
         // h is used up.
@@ -269,63 +237,49 @@ impl Block {
 
     /// From the gradient of a norm's result and that of the residual, both [`HIDDEN`], to their sum.
     pub fn norm_backward(&self, ledger: &mut Ledger) {
-        match self.norm_tile {
-            Some(tile) => ledger.flash(NORM, self.e + 3 * tile),
-            None => {
-                ledger.flash(NORM, 2 * self.e);
-                ledger.free(NORM, self.e);
-            }
+        ledger.flash(NORM, self.norm[1]);
+        if self.norm_kept {
+            ledger.free(NORM, self.norm[0]);
         }
         ledger.free(HIDDEN, self.e);
     }
 
     /// From d_out to the gradient of attention's input, [`HIDDEN`].
     fn attention_backward(&self, ledger: &mut Ledger) {
-        let Self { e, q, k, qg, kg, sent, rows, wq, wk, .. } = *self;
+        let Self { e, wq, wk, kernel, .. } = *self;
+        let UlyssesBytes { q, k, rows, .. } = self.heads;
         let size = self.shape.3;
-        let (result, casts) = self.kernel;
-        let results = |bytes: usize| bytes / size * result;
-        let cast = |bytes: usize| if casts { bytes / size * 4 } else { 0 };
         match &self.scheme {
             Scheme::Whole => {
-                // out' of the output projection.
-                ledger.free(ATTENTION, q);
-                let gradients = results(q + 2 * k);
+                // out' of the output projection, and out.
+                ledger.free(ATTENTION, 2 * q);
+                let gradients = kernel.results((q + 2 * k) / size);
                 ledger.take(ATTENTION, gradients);
-                ledger.flash(ATTENTION, rows + self.scratch[1] + cast(2 * q + 2 * k));
-                ledger.free(ATTENTION, q + 2 * k + q + rows + q);
-                ledger.flash(ATTENTION, 3 * q / 2);
+                ledger.flash(ATTENTION, rows + kernel.scratch[1] + kernel.cast((2 * q + 2 * k) / size, size));
+                ledger.free(ATTENTION, q + 2 * k + rows + q);
+                ledger.flash(ATTENTION, self.rotation);
+                self.head_norm_backward(ledger);
                 self.project_backward(ledger);
                 ledger.free(ATTENTION, gradients + e);
             }
             Scheme::Exchanged => {
-                ledger.take(ATTENTION, qg + rows);
-                ledger.flash(ATTENTION, sent);
-                if !self.copying {
-                    ledger.free(ATTENTION, 2 * q); // out, d_out
-                }
-                // Kernels on GPUs sum dk and dv in f32 only where query heads share them.
-                let alone = !self.kernel.1 && kg == qg;
-                let gradients = results(qg) + if alone { 2 * kg } else { results(2 * kg) };
-                ledger.take(ATTENTION, gradients);
-                ledger.flash(ATTENTION, self.scratch[1] + cast(2 * qg + 2 * kg));
+                ledger.free(ATTENTION, self.heads.saved() + 2 * q); // with out and d_out
+                ledger.flash(ATTENTION, self.heads.backward(&kernel, self.copying));
                 ledger.take(ATTENTION, q + 2 * k);
-                ledger.flash(ATTENTION, sent);
-                ledger.free(ATTENTION, gradients + qg + rows + qg + 2 * kg + rows);
-                if self.copying {
-                    ledger.free(ATTENTION, 2 * q);
-                }
-                ledger.flash(ATTENTION, 3 * q / 2);
+                ledger.flash(ATTENTION, self.rotation);
+                self.head_norm_backward(ledger);
                 self.project_backward(ledger);
                 ledger.free(ATTENTION, q + 2 * k + e);
             }
             Scheme::Staged(schedule) => {
                 let (batch, seq, dim, size) = self.shape;
+                let rows = upipe::saved_bytes(schedule, batch, seq);
                 ledger.take(ATTENTION, self.sums);
-                let stage = upipe::backward_bytes_of(schedule, batch, seq, dim, size, result, casts);
+                let stage =
+                    upipe::backward_bytes_of(schedule, batch, seq, dim, size, kernel.result, kernel.casts && size < 4);
                 let heads = upipe::stage_bytes(schedule, batch, seq, dim, size);
                 ledger.take(ATTENTION, wq + 2 * wk);
-                ledger.flash(ATTENTION, stage - rows + rows / schedule.stages().len() + self.scratch[1]);
+                ledger.flash(ATTENTION, stage - rows + rows / schedule.stages().len() + kernel.scratch[1]);
                 ledger.flash(ATTENTION, stage.saturating_sub(2 * heads) + 2 * heads.min(e));
                 ledger.free(ATTENTION, wq + 2 * wk + self.sums + rows + 2 * q + e);
                 ledger.take(HIDDEN, e);
@@ -333,17 +287,15 @@ impl Block {
         }
     }
 
+    fn head_norm_backward(&self, ledger: &mut Ledger) {
+        ledger.flash(ATTENTION, self.head_norm[1]);
+        ledger.free(ATTENTION, self.head_norm[0]);
+    }
+
     /// From dq, dk, dv to the gradient of attention's input: sums, and its own copy for the weights' gradients.
     fn project_backward(&self, ledger: &mut Ledger) {
         ledger.take(HIDDEN, self.e);
         ledger.flash(HIDDEN, 2 * self.e + self.wq);
-    }
-}
-
-fn upipe_rows(scheme: &Scheme, batch: usize, seq: usize) -> usize {
-    match scheme {
-        Scheme::Staged(schedule) => upipe::saved_bytes(schedule, batch, seq),
-        _ => 0,
     }
 }
 

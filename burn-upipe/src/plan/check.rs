@@ -10,8 +10,13 @@ use burn_context_parallel::sequence::MAX_TOKENS;
 use super::{Attention, PlanError, Setup, WaitingPlace};
 use crate::upipe::Schedule;
 
-/// Bytes are counted in numbers of this many bits; what a model of so many elements takes must fit.
+/// Bytes are counted in numbers of 64 bits; what a model of so many elements takes must fit.
 const COUNTABLE: u128 = 1 << 60;
+/// A plan walks through every block: more of them are no model, and would take for ever.
+const MAX_LAYERS: usize = 100_000;
+const MAX_THREADS: usize = 1 << 16;
+/// Bytes of an element, of all that is counted: what is bounded by it, is bounded with a margin.
+const MAX_ELEMENT: usize = 16;
 
 impl PlanError {
     /// A [`PlanError::Invalid`].
@@ -54,6 +59,7 @@ impl Setup {
         self.check_mesh()?;
         self.check_attention()?;
         self.check_techniques()?;
+        self.check_accounting()?;
         self.check_size()
     }
 
@@ -74,6 +80,12 @@ impl Setup {
             if count == 0 {
                 return Err(PlanError::invalid(format!("a {name} of 0"), "use a whole number from 1"));
             }
+        }
+        if m.layers > MAX_LAYERS {
+            return Err(PlanError::invalid(
+                format!("a model of {} blocks", m.layers),
+                format!("use at most {MAX_LAYERS}"),
+            ));
         }
         if self.seq_len > MAX_TOKENS {
             return Err(PlanError::invalid(
@@ -162,21 +174,57 @@ impl Setup {
         Ok(())
     }
 
+    fn check_accounting(&self) -> Result<(), PlanError> {
+        let accounting = &self.accounting;
+        if ![2, 4, 8].contains(&accounting.compute) {
+            return Err(PlanError::invalid(
+                format!("elements of {} bytes that are computed with", accounting.compute),
+                "use 2, 4 or 8",
+            ));
+        }
+        for (name, count, most) in [
+            ("bytes of an element of the weights", accounting.weight, MAX_ELEMENT),
+            ("bytes of an element of the gradients", accounting.gradient, MAX_ELEMENT),
+            ("bytes of optimizer state an element", accounting.optimizer, MAX_ELEMENT),
+            ("bytes of an element of a kernel's gradients", accounting.kernel_gradient, MAX_ELEMENT),
+            ("bytes of an element of sums", accounting.sums, MAX_ELEMENT),
+            ("threads of a rank", accounting.threads, MAX_THREADS),
+            ("percent lost by the allocator", accounting.fragmentation, 100),
+        ] {
+            if count > most {
+                return Err(PlanError::invalid(format!("{count} {name}"), format!("use at most {most}")));
+            }
+        }
+        Ok(())
+    }
+
     /// In 128 bits, before anything is multiplied in fewer.
     fn check_size(&self) -> Result<(), PlanError> {
         let wide = |count: usize| count as u128;
         let m = &self.model;
         let head_width = (wide(m.heads) + 2 * wide(m.kv_heads)).saturating_mul(wide(m.head_dim));
-        let block = wide(m.width).saturating_mul(2 * head_width + 3 * wide(m.inner) + 2);
+        let block = wide(m.width)
+            .saturating_mul(head_width.saturating_mul(2).saturating_add(3 * wide(m.inner)).saturating_add(2))
+            .saturating_add(head_width);
         let parameters =
-            block.saturating_mul(wide(m.layers)).saturating_add(2 * wide(m.vocab).saturating_mul(wide(m.width)));
-        let tokens = wide(self.local()).saturating_mul(wide(self.batch)).saturating_mul(wide(self.accumulate));
-        let token =
-            wide(m.layers).saturating_mul(16 * wide(m.width) + 8 * head_width + 8 * wide(m.inner)) + 4 * wide(m.vocab);
+            block.saturating_mul(wide(m.layers)).saturating_add(wide(m.vocab).saturating_mul(2 * wide(m.width)));
+        let passes = wide(self.batch).saturating_mul(wide(self.accumulate));
+        let tokens = wide(self.local()).saturating_mul(passes);
+        let token = (16 * wide(m.width) + 8 * wide(m.inner))
+            .saturating_add(head_width.saturating_mul(8))
+            .saturating_mul(wide(m.layers))
+            .saturating_add(4 * wide(m.vocab));
+        // Of heads that ranks do not divide a rank has more than its part.
+        let per_rank = wide(m.heads.div_ceil(self.mesh.ulysses)).saturating_mul(3 * wide(m.head_dim));
+        let exchanged =
+            wide(self.seq_len).saturating_mul(passes).saturating_mul(wide(m.layers)).saturating_mul(per_rank);
         let scores = wide(self.seq_len).saturating_mul(8 * wide(m.heads));
         for bytes in [
             parameters.saturating_mul(64),
+            // Gathered and reduced in every micro-batch.
+            parameters.saturating_mul(wide(self.accumulate)).saturating_mul(32),
             tokens.saturating_mul(token).saturating_mul(8),
+            exchanged.saturating_mul(64),
             tokens.saturating_mul(scores),
         ] {
             if bytes >= COUNTABLE {
@@ -192,6 +240,12 @@ impl Setup {
                     "use smaller numbers",
                 ));
             }
+        }
+        if wide(self.accounting.overhead) >= COUNTABLE {
+            return Err(PlanError::invalid(
+                format!("an overhead of {} bytes", self.accounting.overhead),
+                "use what an allocator and a communicator take",
+            ));
         }
         Ok(())
     }

@@ -48,6 +48,9 @@ impl fmt::Display for Techniques {
             if offload.every > 1 {
                 write!(f, " of one input in {}", offload.every)?;
             }
+            if offload.in_flight != 2 {
+                write!(f, ", {} in flight", offload.in_flight)?;
+            }
         }
         for (name, tile) in [("mlp", self.mlp_tile), ("norm", self.norm_tile), ("loss", self.loss_tile)] {
             if let Some(tile) = tile {
@@ -55,7 +58,7 @@ impl fmt::Display for Techniques {
             }
         }
         if self.fsdp {
-            f.write_str(", fsdp")?;
+            f.write_str(if self.prefetch { ", fsdp" } else { ", fsdp without prefetch" })?;
         }
         if self.optimizer == StatePlace::Host {
             f.write_str(", optimizer on the host")?;

@@ -33,6 +33,7 @@
 mod block;
 mod check;
 mod describe;
+mod fit;
 mod flops;
 mod hardware;
 mod ladder;
@@ -49,15 +50,16 @@ mod traffic;
 mod walk;
 
 pub use describe::{Bytes, Seconds, Tokens};
+pub use fit::{AttentionChoice, Choices, Fit, fit};
 pub use flops::{Flops, flops};
-pub use hardware::{Budget, DEVICES, DeviceKind, Hardware, Machines, device};
+pub use hardware::{Budget, Compute, DEVICES, DeviceKind, Hardware, Machines, device};
 pub use ladder::{Rung, ladder};
 pub use ledger::{Memory, PhaseBytes};
 pub use model::ModelShape;
 pub use models::{MODELS, model};
 pub use plan::{Collective, Limit, Phase, Plan, PlannedFlops, PlannedSeconds, plan};
 pub use published::{LOSS_TILE, MLP_TILE, NORM_TILE};
-pub use search::{Choices, Fit, Longest, fit, limit, longest};
+pub use search::{Longest, limit, longest};
 pub use setup::{Accounting, Attention, OffloadPlan, PlanError, Setup, StatePlace, Techniques, WaitingPlace};
 pub use time::{StepTime, time};
 pub use traffic::{KindTraffic, TrafficKind, traffic};

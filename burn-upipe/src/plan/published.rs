@@ -28,7 +28,7 @@ impl Techniques {
             mlp_tile: Some(MLP_TILE),
             norm_tile: Some(NORM_TILE),
             loss_tile: Some(LOSS_TILE),
-            offload: Some(OffloadPlan { place: WaitingPlace::Host, in_flight: 2, every: 1, keep: 0 }),
+            offload: Some(OffloadPlan::to(WaitingPlace::Host)),
             fsdp: true,
             ..Self::none()
         }

@@ -47,6 +47,38 @@ pub struct OffloadPlan {
     pub every: usize,
     /// Bytes of saved inputs that stay on the device; the newest do.
     pub keep: usize,
+    /// Bytes of host memory that a rank may use for them; `None` for as much as there is. Not with [`WaitingPlace::Disk`].
+    pub host_budget: Option<usize>,
+    /// Bytes on disk; `None` for as much as there is with [`WaitingPlace::Disk`], and for no disk else. What finds no room stays on the device.
+    pub disk_budget: Option<usize>,
+}
+
+impl OffloadPlan {
+    /// All block inputs, two in flight, without limits.
+    pub fn to(place: WaitingPlace) -> Self {
+        Self { place, in_flight: 2, every: 1, keep: 0, host_budget: None, disk_budget: None }
+    }
+
+    /// Where each of `count` inputs of `bytes` waits, in the order in which they are saved: `None` on the device. As
+    /// [`Offload`](crate::offload::Offload) has it.
+    pub fn places(&self, count: usize, bytes: usize) -> Vec<Option<WaitingPlace>> {
+        let unlimited = |budget: Option<usize>| budget.unwrap_or(usize::MAX);
+        let (mut host, mut disk) = match self.place {
+            WaitingPlace::Host => (unlimited(self.host_budget), self.disk_budget.unwrap_or(0)),
+            WaitingPlace::Disk => (0, unlimited(self.disk_budget)),
+        };
+        let kept = self.keep / bytes.max(1);
+        let place = |at: usize| {
+            let leaves = at.is_multiple_of(self.every.max(1)) && count - at > kept;
+            let room = |left: &mut usize| left.checked_sub(bytes).map(|rest| *left = rest).is_some();
+            match leaves {
+                true if room(&mut host) => Some(WaitingPlace::Host),
+                true if room(&mut disk) => Some(WaitingPlace::Disk),
+                _ => None,
+            }
+        };
+        (0..count).map(place).collect()
+    }
 }
 
 /// What makes the step small.
@@ -91,6 +123,10 @@ pub struct Accounting {
     pub sums: usize,
     /// Whether what an exchange has sent, and attention's output, stay until its backward pass is through: a transport that copies.
     pub copying: bool,
+    /// Tensors as wide as the feed-forward that a tape keeps of it: [`FeedForwardBytes::with_kept`](crate::tiling::FeedForwardBytes::with_kept).
+    pub feed_forward_kept: usize,
+    /// Whether pinned host memory comes in powers of two, as PyTorch's allocator gives it.
+    pub pinned_powers_of_two: bool,
     /// Whether gradients leave for the host as they are made, where the optimizer's state is there.
     pub gradients_leave: bool,
     /// Threads of one rank, each with its scratch.
@@ -114,6 +150,8 @@ impl Accounting {
             kernel_gradient: 4,
             sums: 4,
             copying: false,
+            feed_forward_kept: 5,
+            pinned_powers_of_two: false,
             gradients_leave: false,
             threads,
             overhead: 2 << 20,
@@ -122,7 +160,7 @@ impl Accounting {
     }
 
     /// bf16 weights and gradients on GPUs with f32 masters, 16 bytes a parameter in all, as published runs had it: kernels whose gradients are f32, sums
-    /// over stages in bf16, a transport that copies.
+    /// over stages in bf16, a transport that copies, a silu that keeps its input only.
     pub fn published(overhead: usize, fragmentation: usize) -> Self {
         Self {
             weight: 2,
@@ -133,6 +171,8 @@ impl Accounting {
             kernel_gradient: 4,
             sums: 2,
             copying: true,
+            feed_forward_kept: 4,
+            pinned_powers_of_two: false,
             gradients_leave: true,
             threads: 0,
             overhead,

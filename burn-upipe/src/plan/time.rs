@@ -3,7 +3,8 @@
 //! L local sequence, E width, F feed-forward width, H query heads, G key/value heads, D head dimension, V vocabulary.
 
 use super::traffic::{TrafficKind, most};
-use super::{DeviceKind, Flops, KindTraffic, Machines, PlanError, Setup, StatePlace, WaitingPlace, flops};
+use super::walk::offloaded;
+use super::{DeviceKind, Flops, KindTraffic, Machines, PlanError, Setup, StatePlace, flops};
 
 /// What matrix products achieve of a GPU's dense peak in training steps like these. Fitted together with [`GPU_ATTENTION`], once, to the
 /// published tokens/s of Ulysses and U-Pipe on 8 H100 (arXiv 2602.21196; Llama 3 8B, 128K to 5M tokens): it stands for everything that
@@ -77,15 +78,11 @@ pub(super) fn of(setup: &Setup, machines: &Machines, flops: &Flops, traffic: &[K
         time.communication += if hidden { (seconds - busy).max(0.0) } else { seconds };
     }
     let sharing = machines.on_host() as f64;
-    if let Some(offload) = setup.techniques.offload {
-        let rate = match offload.place {
-            WaitingPlace::Host => hardware.host_link,
-            WaitingPlace::Disk => hardware.host_link.min(hardware.disk_bandwidth / sharing),
-        };
-        let passes = setup.accumulate as f64;
-        // Out in the forward pass, in again in the backward pass.
-        time.offload = (2.0 * passes * offloaded(setup) as f64 / rate - busy).max(0.0);
-    }
+    // Out in the forward pass, in again in the backward pass; a setup that cannot run takes nothing.
+    let (host, disk) = offloaded(setup).unwrap_or_default();
+    let to_disk = hardware.host_link.min(hardware.disk_bandwidth / sharing);
+    let moving = 2.0 * setup.accumulate as f64 * (host as f64 / hardware.host_link + disk as f64 / to_disk);
+    time.offload = if moving > 0.0 { (moving - busy).max(0.0) } else { 0.0 };
     if setup.techniques.optimizer == StatePlace::Host {
         let (shard, accounting) = (shard(setup) as f64, &setup.accounting);
         let moved = (accounting.gradient + accounting.weight) as f64;
@@ -99,15 +96,6 @@ pub(super) fn of(setup: &Setup, machines: &Machines, flops: &Flops, traffic: &[K
 fn shard(setup: &Setup) -> usize {
     let ranks = if setup.techniques.fsdp { setup.ranks() } else { 1 };
     setup.model.parameters().div_ceil(ranks)
-}
-
-/// Bytes of block inputs that leave in one micro-batch.
-fn offloaded(setup: &Setup) -> usize {
-    let techniques = &setup.techniques;
-    let (Some(blocks), Some(offload)) = (techniques.checkpoint, techniques.offload) else { return 0 };
-    let inputs = setup.model.layers.div_ceil(blocks).div_ceil(offload.every);
-    let one = crate::checkpoint::saved_bytes(setup.batch, setup.local(), setup.model.width, setup.accounting.compute);
-    (inputs * one).saturating_sub(offload.keep)
 }
 
 /// Bytes of device memory that are read and written: a forward pass touches each block's x some ten times, q, k, v and the

@@ -105,7 +105,7 @@ impl TiledLinearCrossEntropy {
 ///
 /// # Memory
 ///
-/// `x` is kept; [`cross_entropy_bytes`] at the peak, which grows with the tile and not with L.
+/// `x` is kept; [`CrossEntropyBytes`](super::CrossEntropyBytes) at the peak, which grows with the tile and not with L.
 ///
 /// # Communication
 ///
@@ -304,16 +304,4 @@ fn mean(sum: Tensor<1>, valid: usize, group: Option<&ProcessGroup>) -> Result<To
 /// The value of a tensor of one element, whatever its type.
 fn scalar(x: &Tensor<1>) -> f64 {
     x.clone().inner().into_data().iter::<f64>().next().unwrap_or(0.0)
-}
-
-/// Bytes at the peak of [`tiled_cross_entropy`]'s backward pass above its inputs, outputs and weights, for a tile of n tokens:
-/// logits and their gradient in f32 (and in their own type, where that is a half), the softmax, and one tile of x and dx, once more
-/// without what has no target.
-///
-/// ```text
-/// B n (V (3 * 4 + 2 size if half) + E (4 size + 1))
-/// ```
-pub fn cross_entropy_bytes(batch: usize, tile: usize, vocabulary: usize, width: usize, size: usize) -> usize {
-    let halves = if size < 4 { 2 * size } else { 0 };
-    batch * tile * (vocabulary * (3 * size.max(4) + halves) + width * (4 * size + 1))
 }

@@ -12,10 +12,12 @@
 //!
 //! ALST, arXiv 2506.13996.
 
+mod bytes;
 mod cross_entropy;
 mod tokens;
 
+pub use bytes::{CrossEntropyBytes, FeedForwardBytes, norm_backward_bytes, norm_bytes};
 pub use cross_entropy::{
-    LossShare, TiledLinearCrossEntropy, TokenLoss, cross_entropy_bytes, tiled_cross_entropy, tiled_cross_entropy_over,
+    LossShare, TiledLinearCrossEntropy, TokenLoss, tiled_cross_entropy, tiled_cross_entropy_over,
 };
 pub use tokens::{TiledMlp, TiledNorm, even_bytes, tile_bytes, tiles};

@@ -12,13 +12,6 @@
 
 use super::Schedule;
 
-/// The most heads that any rank has at once: (query heads of a stage, key/value heads held, those that arrive together).
-fn widest(schedule: &Schedule) -> (usize, usize, usize) {
-    let ranks = || schedule.stages().iter().flat_map(|stage| &stage.ranks);
-    let most = |count: &dyn Fn(&super::RankStage) -> usize| ranks().map(count).max().unwrap_or(0);
-    (most(&|rank| rank.queries.len()), most(&|rank| rank.held.len()), most(&|rank| rank.arriving.len()))
-}
-
 /// Bytes that [`upipe`](super::upipe()) keeps between forward and backward beside its input and output: the log-sum-exp.
 ///
 /// ```text
@@ -34,7 +27,7 @@ pub fn saved_bytes(schedule: &Schedule, batch: usize, seq: usize) -> usize {
 /// max(q gathered, k and v projected and gathered; q, k, v, out of a stage) = (n + max(4 a, 2 g + n)) h,  a = arriving heads
 /// ```
 pub fn forward_bytes(schedule: &Schedule, batch: usize, seq: usize, dim: usize, size: usize) -> usize {
-    let (queries, held, arriving) = widest(schedule);
+    let (queries, held, arriving) = schedule.widest();
     let head = batch * seq * dim * size;
     (queries + (4 * arriving).max(2 * held + queries)) * head + saved_bytes(schedule, batch, seq)
 }
@@ -61,7 +54,7 @@ pub fn backward_bytes_of(
     result: usize,
     casts: bool,
 ) -> usize {
-    let (queries, held, _) = widest(schedule);
+    let (queries, held, _) = schedule.widest();
     let head = batch * seq * dim;
     let gathered = (2 * queries + 2 * held) * head * size;
     let copies = if casts { (2 * queries + 2 * held) * head * 4 } else { 0 };
@@ -71,5 +64,5 @@ pub fn backward_bytes_of(
 
 /// Bytes of one stage's query heads on the rank that has the most of them, over the whole sequence.
 pub fn stage_bytes(schedule: &Schedule, batch: usize, seq: usize, dim: usize, size: usize) -> usize {
-    widest(schedule).0 * batch * seq * dim * size
+    schedule.widest().0 * batch * seq * dim * size
 }

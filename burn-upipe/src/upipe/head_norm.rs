@@ -79,3 +79,12 @@ impl HeadNorm {
         (y.clone().square().mean_dim(3) + self.epsilon).sqrt().recip()
     }
 }
+
+/// Bytes of norms on q and k [B, L, heads, D], where they are whole: what is kept for the backward pass, and what comes on top in it.
+///
+/// ```text
+/// B L (H + G) D size, and B L H D max(size, 4)
+/// ```
+pub fn head_norm_bytes(batch: usize, local: usize, heads: usize, kv_heads: usize, dim: usize, size: usize) -> [usize; 2] {
+    [batch * local * (heads + kv_heads) * dim * size, batch * local * heads * dim * size.max(4)]
+}

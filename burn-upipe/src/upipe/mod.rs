@@ -34,7 +34,7 @@ mod source;
 pub use bytes::{backward_bytes, backward_bytes_of, forward_bytes, saved_bytes, stage_bytes};
 pub use execute::{upipe, upipe_cross};
 pub use given::Given;
-pub use head_norm::HeadNorm;
+pub use head_norm::{HeadNorm, head_norm_bytes};
 pub use module::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 pub use projection::{Projection, ProjectionWeights};
 pub use schedule::{MAX_ENTRIES, MAX_HEADS, RankStage, Schedule, Stage};

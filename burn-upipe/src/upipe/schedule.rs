@@ -34,6 +34,7 @@ pub struct Schedule {
     split: HeadSplit,
     per_stage: usize,
     stages: Vec<Stage>,
+    widest: (usize, usize, usize),
 }
 
 /// What every rank does in one stage.
@@ -116,7 +117,16 @@ impl Schedule {
                 }
             }
         }
-        Ok(Self { split, per_stage, stages })
+        let all = || stages.iter().flat_map(|stage| &stage.ranks);
+        let most = |count: &dyn Fn(&RankStage) -> usize| all().map(count).max().unwrap_or(0);
+        let widest =
+            (most(&|rank| rank.queries.len()), most(&|rank| rank.held.len()), most(&|rank| rank.arriving.len()));
+        Ok(Self { split, per_stage, stages, widest })
+    }
+
+    /// The most heads that any rank has at once: (query heads of a stage, key/value heads held, those that arrive together).
+    pub(super) fn widest(&self) -> (usize, usize, usize) {
+        self.widest
     }
 
     /// The default number of query heads a stage: one a rank, so that the buffers are as small as they get with all ranks busy.

@@ -11,7 +11,7 @@ use crate::cli::Args;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::plan::{ModelSource, Plan};
-use crate::values::{Clip, Switch, mesh_word, word};
+use crate::values::{Clip, Switch, word};
 
 /// What is typed without a value.
 const FLAGS: [&str; 4] = ["eval", "fsdp", "resume", "overwrite"];
@@ -152,7 +152,7 @@ pub(crate) fn resolved(plan: &Plan) -> String {
     set("seed", i64::try_from(plan.seed).map_or_else(|_| text(plan.seed.to_string()), Value::Integer));
     set("ranks", number(plan.ranks));
     if plan.mesh.data > 1 {
-        set("mesh", text(mesh_word(plan.mesh)));
+        set("mesh", text(plan.mesh.typed()));
     }
     if plan.fsdp {
         set("fsdp", Value::Boolean(true));

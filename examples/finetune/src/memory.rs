@@ -65,7 +65,20 @@ fn offloaded(offload: &OffloadPlan, ranks: usize) -> plan::OffloadPlan {
         Place::Host => WaitingPlace::Host,
         Place::Disk => WaitingPlace::Disk,
     };
-    plan::OffloadPlan { place, in_flight: offload.in_flight, every, keep }
+    let share = |bytes: usize| bytes / ranks;
+    plan::OffloadPlan {
+        in_flight: offload.in_flight,
+        every,
+        keep,
+        host_budget: offload.host_budget.map(share).filter(|_| place == WaitingPlace::Host),
+        disk_budget: match (place, offload.disk_budget) {
+            (_, Some(bytes)) => Some(share(bytes as usize)),
+            // A folder without a limit.
+            (WaitingPlace::Host, None) => offload.folder.is_some().then_some(usize::MAX),
+            (WaitingPlace::Disk, None) => None,
+        },
+        place,
+    }
 }
 
 /// Bytes at the peak of a step on the rank that holds the most, and the phase in which it is.

@@ -200,7 +200,7 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
     "use ulysses=1"
 )]
 #[case("--mesh ring=2", "invalid value 'ring=2' for '--mesh", "ring attention is not built: give data=N,ulysses=M")]
-#[case("--mesh data=0", "invalid value 'data=0' for '--mesh", "give a whole number from 1")]
+#[case("--mesh data=0", "invalid value 'data=0' for '--mesh", "data=0 has no degree from 1: give data=N,ulysses=M")]
 #[case("--mesh tensor=2", "no axis is called \"tensor\"", "give data=N,ulysses=M")]
 #[case("--mesh 4", "\"4\" is no axis with a degree", "give data=N,ulysses=M")]
 #[case("--mesh ulysses=65", "--mesh data=1,ulysses=65 for sequences of 64 tokens", "use at most 64")]

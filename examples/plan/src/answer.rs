@@ -211,7 +211,7 @@ fn table(rungs: &[Step], len: usize) -> Table {
 fn arguments(setup: &Setup) -> String {
     let techniques = &setup.techniques;
     let tile = |tile: Option<usize>| tile.map_or("off".to_owned(), |tile| tile.to_string());
-    let mut words = vec![format!("--mesh data={},ulysses={}", setup.mesh.data, setup.mesh.ulysses)];
+    let mut words = vec![format!("--mesh {}", setup.mesh.typed())];
     words.push(match setup.per_stage() {
         Some(heads) => format!("--attention upipe --heads-per-stage {heads}"),
         None => format!("--attention {}", techniques.attention),
@@ -233,6 +233,10 @@ fn arguments(setup: &Setup) -> String {
         }
     });
     words.push(format!("--optimizer {}", if techniques.optimizer == StatePlace::Host { "host" } else { "device" }));
-    words.push(format!("--fsdp {}", if techniques.fsdp { "on" } else { "off" }));
+    let word = |on| if on { "on" } else { "off" };
+    words.push(format!("--fsdp {}", word(techniques.fsdp)));
+    if techniques.fsdp {
+        words.push(format!("--prefetch {}", word(techniques.prefetch)));
+    }
     words.join(" ")
 }

@@ -8,25 +8,32 @@ use clap::Parser;
 
 use crate::error::{Error, Result};
 use crate::values::{
-    Checkpoint, Mode, Place, Precision, Scheme, Switch, Tile, Waiting, at_least_one, bytes, fraction, mesh, positive,
-    tokens,
+    Checkpoint, Mode, Place, Precision, Scheme, Switch, Tile, Waiting, at_least_one, bytes, bytes_or_none, fraction,
+    mesh, positive, tokens,
 };
 
 const AFTER: &str = "\
 Where nothing is typed every technique is on, as U-Pipe was published: FSDP over all devices, attention upipe with one head a rank and
-stage, checkpoints, offload to the host (where that is another memory than the device's), tiles; the optimizer is on the device. Under
-fit what is not typed is searched.
+stage, checkpoints, offload to the host (where that is another memory than the device's), tiles; the optimizer is on the device.
+
+Under fit what is typed is held, and what is not typed is searched: all meshes; attention at once, and in stages of every number of heads
+that keeps all ranks equally busy; checkpoints of 1, 2 or 4 blocks, or none; offload of all, every second or every fourth of their inputs to
+host or disk, or none; tiles of 512, 2048 or 8192 tokens, or none; shards with and without prefetch, or none; the optimizer's place. Of those
+that are equally fast (within a thousandth) it names the one with the fewest techniques, of those the smallest, with tiles as large as fit.
+Batch, micro-batches and what is in flight stay as they are.
 
 Models: llama-3-8b, llama-3-70b, llama-3.2-1b, llama-3.2-3b, qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b; or the path of a config.json, or of
 a folder with one: the families llama, mistral, qwen2, qwen3.
 Devices: h100-80g, h200-141g, a100-40g, a100-80g, l40s-48g, rtx4090-24g (bf16); m4-pro-48g, m4-max-128g, m2-ultra-192g, m3-ultra-512g
-(bf16, memory shared with the host); this (the machine at hand: ranks are threads, f32; of its disk it takes what --disk says).
-Tokens may be written 512K (2^19) or 1.5M (1.5 x 2^20); bytes 80G or 80GiB (x 2^30) or 1.9TB (x 10^12).
+(bf16, memory shared with the host); this (the machine at hand: ranks are threads, f32; its disk is what is free where temporary files go).
+Sizes may be left out: of an a100 the larger one is meant.
+Tokens may be written 1000000, 512K (2^19) or 1.5M (1.5 x 2^20); bytes 80G or 80GiB (x 2^30) or 1.9TB (x 10^12).
 
 Bytes are those of one rank, the one that holds the most. A host's memory and disk are shared equally by its ranks.
 --json prints one object: fits, binding_limit (device_memory, host_memory, disk, time, none: what is exceeded; if all fits, what a longer
 sequence would exceed), max_seq_len, device_bytes_peak, host_bytes, disk_bytes, parts (name -> bytes at the peak), phases, collectives,
-flops, seconds, ...; ladder adds ladder, fit adds tried, fitting and arguments.
+flops, seconds, ..., arguments (what to type for it); ladder adds ladder, fit adds tried and fitting. If there is no answer the object has
+error and exit_status, and the error is on standard error, too.
 
 Exit status: 0 if the question was answered, also if the answer is that it does not fit (fits is false); 1 if the answer could not be
 written; 2 if the request makes no sense.
@@ -76,16 +83,16 @@ pub struct Args {
     #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Devices")]
     pub memory: Option<usize>,
     /// One host's memory, for its devices together.
-    #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Devices")]
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, help_heading = "Devices")]
     pub host_memory: Option<usize>,
     /// One host's disk, for its devices together.
-    #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Devices")]
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, help_heading = "Devices")]
     pub disk: Option<usize>,
     /// Devices of one host, at most.
     #[arg(long, value_name = "N", value_parser = at_least_one, allow_negative_numbers = true, help_heading = "Devices")]
     pub devices_per_host: Option<usize>,
     /// What allocator, runtime and communicators take of a device: a part of its own.
-    #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Devices")]
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, help_heading = "Devices")]
     pub overhead: Option<usize>,
 
     /// Peak TFLOP/s of a device, dense.
@@ -134,12 +141,12 @@ pub struct Args {
     /// Where saved block inputs wait.
     #[arg(long, value_enum, help_heading = "Techniques")]
     pub offload: Option<Waiting>,
-    /// Offload the input of one block in N.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, allow_negative_numbers = true, help_heading = "Techniques")]
-    pub offload_every: usize,
-    /// How many block inputs are on their way at once.
-    #[arg(long, value_name = "K", default_value_t = 2, value_parser = at_least_one, allow_negative_numbers = true, help_heading = "Techniques")]
-    pub in_flight: usize,
+    /// Offload the input of one checkpoint in N. Default: all.
+    #[arg(long, value_name = "N", value_parser = at_least_one, allow_negative_numbers = true, help_heading = "Techniques")]
+    pub offload_every: Option<usize>,
+    /// How many offloaded inputs are on their way at once. Default: 2.
+    #[arg(long, alias = "offload-in-flight", value_name = "K", value_parser = at_least_one, allow_negative_numbers = true, help_heading = "Techniques")]
+    pub in_flight: Option<usize>,
     /// Where the optimizer's state is.
     #[arg(long, value_enum, help_heading = "Techniques")]
     pub optimizer: Option<Place>,
@@ -149,7 +156,8 @@ pub struct Args {
     /// Gather the next block's weights while one computes.
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "on", help_heading = "Techniques")]
     pub prefetch: Option<Switch>,
-    /// The type that is computed in. Default: bf16, on this f32.
+    /// The type that is computed in. Default: bf16, on this f32. In f32 weights and gradients are f32, too, and products run in TF32 where
+    /// a device has it.
     #[arg(long, value_enum, help_heading = "Techniques")]
     pub dtype: Option<Precision>,
 

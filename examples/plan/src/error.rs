@@ -45,6 +45,12 @@ impl Error {
         Self::Input { problem: problem.into(), remedy: remedy.into() }
     }
 
+    /// As JSON: `error` and `exit_status`.
+    pub fn object(&self) -> String {
+        let object = serde_json::json!({ "error": self.to_string(), "exit_status": self.exit_code() });
+        format!("{object:#}")
+    }
+
     /// 2 if the request makes no sense, 1 if the answer could not be given.
     pub fn exit_code(&self) -> u8 {
         match self {

@@ -8,16 +8,20 @@ fn main() -> ExitCode {
         Ok(args) => args,
         // --help
         Err(plan::Error::Usage(error)) if !error.use_stderr() => error.exit(),
-        Err(error) => return complain(&error),
+        // What asks for an object gets one, also where the rest makes no sense.
+        Err(error) => return complain(&error, std::env::args_os().any(|word| word == "--json")),
     };
     match plan::run(&args, io::stdout()) {
         Ok(_) => ExitCode::SUCCESS,
-        Err(error) => complain(&error),
+        Err(error) => complain(&error, args.json),
     }
 }
 
-fn complain(error: &plan::Error) -> ExitCode {
-    // Nothing is left to do if stderr is closed.
+fn complain(error: &plan::Error, json: bool) -> ExitCode {
+    // Nothing is left to do if these are closed.
+    if json {
+        let _ = writeln!(io::stdout(), "{}", error.object());
+    }
     let _ = writeln!(io::stderr(), "error: {error}");
     ExitCode::from(error.exit_code())
 }

@@ -2,17 +2,17 @@
 
 use std::path::Path;
 
-use burn_context_parallel::group::MeshShape;
+use burn_context_parallel::group::{MAX_RANKS, MeshShape};
 use burn_upipe::plan::{
-    Attention, Choices, DeviceKind, LOSS_TILE, MLP_TILE, Machines, ModelShape, NORM_TILE, OffloadPlan, Setup,
-    StatePlace, Techniques, WaitingPlace, device, model,
+    Attention, AttentionChoice, Choices, Compute, DeviceKind, LOSS_TILE, MLP_TILE, Machines, ModelShape, NORM_TILE,
+    OffloadPlan, Setup, StatePlace, Techniques, WaitingPlace, device, model,
 };
 use llama::LlamaConfig;
 
 use crate::cli::Args;
 use crate::error::{Error, Result};
 use crate::this::this;
-use crate::values::{Checkpoint, Mode, Place, Precision, Scheme, Switch, Tile, Waiting};
+use crate::values::{Checkpoint, Mode, Place, Scheme, Switch, Tile, Waiting};
 
 /// A question, ready to be answered.
 #[derive(Clone, Debug, PartialEq)]
@@ -56,20 +56,27 @@ impl Request {
             return Err(Error::input("--heads-per-stage without stages", "use --attention upipe, or leave it out"));
         }
         let machines = machines(args)?;
+        let techniques = techniques(args, machines.hardware.kind);
+        check_offload(args, mode, &techniques)?;
+        let compute = args.dtype.map_or(machines.hardware.compute(), Compute::from);
+        match (compute, machines.hardware.kind) {
+            (Compute::F32, DeviceKind::Gpu) => notes.push(
+                "matrix products in f32 run in TF32; what they achieve of it is what was fitted in bf16".to_owned(),
+            ),
+            (Compute::Bf16, DeviceKind::Cpu) => {
+                notes.push("bf16 on a CPU saves memory and no time: weights and gradients stay f32".to_owned());
+            }
+            _ => {}
+        }
         let mut setup = Setup {
             seq_len: args.seq_len.unwrap_or(1),
             batch: args.batch,
             accumulate: args.accumulate,
             mesh: mesh(args, machines.count),
-            techniques: techniques(args, machines.hardware.kind),
-            accounting: machines.accounting(),
-            ..Setup::published(model, 1, 1)
+            techniques,
+            accounting: machines.accounting_in(compute),
+            model,
         };
-        match args.dtype {
-            Some(Precision::Bf16) => setup.accounting.compute = 2,
-            Some(Precision::F32) => setup.accounting.compute = 4,
-            None => {}
-        }
         if let Some(overhead) = args.overhead {
             setup.accounting.overhead = overhead;
         }
@@ -97,8 +104,11 @@ fn shape(text: &str, notes: &mut Vec<String>) -> Result<ModelShape> {
 }
 
 fn machines(args: &Args) -> Result<Machines> {
-    let mut hardware =
-        if args.device.eq_ignore_ascii_case("this") { this(args.memory)? } else { device(&args.device)? };
+    let here = args.device.trim().eq_ignore_ascii_case("this");
+    let mut hardware = if here { this(args.memory)? } else { device(&args.device)? };
+    if let Some(precision) = args.dtype {
+        hardware = hardware.computing_in(precision.into());
+    }
     let giga = |rate: &mut f64, given: Option<f64>| {
         if let Some(given) = given {
             *rate = 1e9 * given;
@@ -126,7 +136,11 @@ fn machines(args: &Args) -> Result<Machines> {
         given => set(&mut hardware.host_memory, given),
     }
     let typed = args.mesh.and_then(|mesh| mesh.ranks());
-    Ok(Machines { hardware, count: args.devices.or(typed).unwrap_or(1).max(1) })
+    let count = args.devices.or(typed).unwrap_or(1).max(1);
+    if count > MAX_RANKS {
+        return Err(Error::input(format!("{count} ranks, one a device"), format!("use at most {MAX_RANKS}")));
+    }
+    Ok(Machines { hardware, count })
 }
 
 fn mesh(args: &Args, count: usize) -> MeshShape {
@@ -145,12 +159,31 @@ fn attention(args: &Args, scheme: Scheme) -> Attention {
 }
 
 fn offload(args: &Args, waiting: Waiting) -> Option<OffloadPlan> {
-    let to = |place| Some(OffloadPlan { place, in_flight: args.in_flight, every: args.offload_every, keep: 0 });
+    let to = |place| {
+        let usual = Techniques::all().offload?;
+        let in_flight = args.in_flight.unwrap_or(usual.in_flight);
+        Some(OffloadPlan { place, in_flight, every: args.offload_every.unwrap_or(1), ..usual })
+    };
     match waiting {
         Waiting::None => None,
         Waiting::Host => to(WaitingPlace::Host),
         Waiting::Disk => to(WaitingPlace::Disk),
     }
+}
+
+/// Nothing that is typed is without effect.
+fn check_offload(args: &Args, mode: Mode, techniques: &Techniques) -> Result<()> {
+    let typed = [("--offload-every", args.offload_every), ("--in-flight", args.in_flight)];
+    let Some((name, number)) = typed.into_iter().find_map(|(name, number)| Some((name, number?))) else {
+        return Ok(());
+    };
+    // A search may still find a place for them.
+    let searched = mode == Mode::Fit && args.offload.is_none() && techniques.checkpoint.is_some();
+    if techniques.offload.is_some() || searched {
+        return Ok(());
+    }
+    let remedy = "leave it out, or use --offload host or disk";
+    Err(Error::input(format!("{name} {number} where nothing is offloaded"), remedy))
 }
 
 fn place(place: Place) -> StatePlace {
@@ -187,19 +220,11 @@ fn choices(args: &Args, machines: &Machines, setup: &Setup) -> Choices {
     if args.mesh.is_some() {
         choices.mesh = vec![setup.mesh];
     }
-    if args.attention.is_some() || args.heads_per_stage.is_some() {
-        choices.attention = match args.attention {
-            // Any number of heads.
-            Some(Scheme::Upipe) if args.heads_per_stage.is_none() => Some(
-                (0..)
-                    .map(|power| 1 << power)
-                    .take_while(|heads| *heads <= setup.model.heads)
-                    .map(|heads| Attention::UPipe { per_stage: Some(heads) })
-                    .collect(),
-            ),
-            _ => Some(vec![typed.attention]),
-        };
-    }
+    choices.attention = match (args.attention, args.heads_per_stage) {
+        (None, None) => AttentionChoice::Any,
+        (Some(Scheme::Upipe), None) => AttentionChoice::Staged,
+        _ => AttentionChoice::Held(typed.attention),
+    };
     if let Some(Checkpoint(checkpoint)) = args.checkpoint {
         choices.checkpoint = vec![checkpoint];
     }
@@ -212,18 +237,29 @@ fn choices(args: &Args, machines: &Machines, setup: &Setup) -> Choices {
     if args.loss_tile.is_some() {
         choices.loss_tile = vec![typed.loss_tile];
     }
-    if args.offload.is_some() {
-        choices.offload = vec![typed.offload];
-    } else if machines.hardware.kind != DeviceKind::Gpu {
-        choices.offload = vec![None, offload(args, Waiting::Disk)];
+    let on_gpu = machines.hardware.kind == DeviceKind::Gpu;
+    choices.offload.retain(|choice| match (choice, args.offload) {
+        (None, None) => args.offload_every.is_none() && args.in_flight.is_none(),
+        (None, Some(waiting)) => waiting == Waiting::None,
+        // To where the device's memory is nothing is gained.
+        (Some(plan), None) => on_gpu || plan.place == WaitingPlace::Disk,
+        (Some(plan), Some(waiting)) => Some(plan.place) == offload(args, waiting).map(|typed| typed.place),
+    });
+    for plan in choices.offload.iter_mut().flatten() {
+        plan.every = args.offload_every.unwrap_or(plan.every);
+        plan.in_flight = args.in_flight.unwrap_or(plan.in_flight);
     }
+    choices.offload.dedup();
     if args.fsdp.is_some() {
         choices.fsdp = vec![typed.fsdp];
     }
     if args.optimizer.is_some() {
         choices.optimizer = vec![typed.optimizer];
-    } else if machines.hardware.kind != DeviceKind::Gpu {
+    } else if !on_gpu {
         choices.optimizer = vec![StatePlace::Device];
+    }
+    if args.prefetch.is_some() {
+        choices.prefetch = vec![typed.prefetch];
     }
     choices
 }

@@ -2,7 +2,8 @@
 
 use std::str::FromStr;
 
-use burn_context_parallel::group::{Axis, MeshShape};
+use burn_context_parallel::group::MeshShape;
+use burn_upipe::plan::Compute;
 use clap::ValueEnum;
 
 /// What is asked.
@@ -68,6 +69,15 @@ pub enum Precision {
     F32,
 }
 
+impl From<Precision> for Compute {
+    fn from(precision: Precision) -> Self {
+        match precision {
+            Precision::Bf16 => Self::Bf16,
+            Precision::F32 => Self::F32,
+        }
+    }
+}
+
 /// How many blocks are one checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Checkpoint(pub Option<usize>);
@@ -123,12 +133,25 @@ impl FromStr for Tile {
 
 /// A number of tokens: 1000, 512K (2^19), 3.7M (3.7 x 2^20).
 pub(crate) fn tokens(text: &str) -> Result<usize, String> {
-    scaled(text, &[("k", 1024.0), ("m", 1024.0 * 1024.0), ("g", 1024.0 * 1024.0 * 1024.0)])
+    let mut units = Vec::new();
+    for (index, letter) in ["k", "m", "g"].iter().enumerate() {
+        let unit = 1024f64.powi(index as i32 + 1);
+        units.extend([(format!("{letter}i"), unit), ((*letter).to_owned(), unit)]);
+    }
+    scaled(text, &units)
+        .filter(|tokens| *tokens > 0)
         .ok_or_else(|| "give a number of tokens from 1: 100000, 512K (2^19) or 1.5M (1.5 x 2^20)".to_owned())
 }
 
 /// Bytes: 80G and 80GiB are 80 x 2^30, 1.9TB is 1.9 x 10^12.
 pub(crate) fn bytes(text: &str) -> Result<usize, String> {
+    bytes_or_none(text).and_then(|bytes| if bytes > 0 { Ok(bytes) } else { Err(NO_BYTES.to_owned()) })
+}
+
+const NO_BYTES: &str = "give bytes: 80G or 80GiB (x 2^30), 1900GB or 1.9TB (x 10^9, 10^12)";
+
+/// The same, or 0.
+pub(crate) fn bytes_or_none(text: &str) -> Result<usize, String> {
     let mut units = Vec::new();
     for (index, letter) in ["k", "m", "g", "t"].iter().enumerate() {
         let power = index as i32 + 1;
@@ -136,44 +159,31 @@ pub(crate) fn bytes(text: &str) -> Result<usize, String> {
         units.push((format!("{letter}b"), 1000f64.powi(power)));
         units.push(((*letter).to_owned(), 1024f64.powi(power)));
     }
-    let units: Vec<(&str, f64)> = units.iter().map(|(name, unit)| (name.as_str(), *unit)).collect();
-    scaled(text, &units).ok_or_else(|| "give bytes: 80G or 80GiB (x 2^30), 1900GB or 1.9TB (x 10^9, 10^12)".to_owned())
+    scaled(text, &units).ok_or_else(|| NO_BYTES.to_owned())
 }
 
-/// A positive number with one of some units; the first that ends the text counts. Rounded down.
-fn scaled(text: &str, units: &[(&str, f64)]) -> Option<usize> {
-    let text = text.trim().to_ascii_lowercase().replace('_', "");
+/// A number that is counted in, with a unit or without: beyond 2^53 numbers with a unit have gaps, and beyond 2^60 there is nothing to count.
+fn scaled(text: &str, units: &[(String, f64)]) -> Option<usize> {
+    let text = text.trim().to_ascii_lowercase().replace(['_', ','], "");
     if let Ok(whole) = text.parse::<usize>() {
-        return Some(whole).filter(|whole| *whole > 0);
+        return Some(whole).filter(|whole| *whole < 1 << 60);
     }
-    let (number, unit) = units.iter().find_map(|(name, unit)| Some((text.strip_suffix(name)?, *unit)))?;
+    let with_unit = units.iter().find_map(|(name, unit)| Some((text.strip_suffix(name.as_str())?, *unit)));
+    let (number, unit) = with_unit.unwrap_or((&text, 1.0));
+    // No infinities, no words.
+    if !number.trim().starts_with(|first: char| first.is_ascii_digit() || first == '.') {
+        return None;
+    }
     let value = number.trim().parse::<f64>().ok()? * unit;
-    // Beyond 2^53 a number has gaps.
-    (value.is_finite() && (1.0..9e15).contains(&value)).then_some(value as usize)
+    // 1e6 is a whole number; 1.5 without a unit is none.
+    let whole = unit > 1.0 || value.fract() == 0.0;
+    let counted = value == 0.0 || (1.0..9e15).contains(&value);
+    (counted && whole).then_some(value as usize)
 }
 
 /// `data=N,ulysses=M`.
 pub(crate) fn mesh(text: &str) -> Result<MeshShape, String> {
-    const FORM: &str = "give data=N,ulysses=M";
-    let mut shape = MeshShape::default();
-    let mut named = Vec::new();
-    for part in text.split(',') {
-        let (name, degree) =
-            part.split_once('=').ok_or_else(|| format!("{part:?} is no axis with a degree: {FORM}"))?;
-        let axis = Axis::ALL.into_iter().find(|axis| axis.to_string() == name.trim());
-        let axis = axis.ok_or_else(|| format!("no axis is called {:?}: {FORM}", name.trim()))?;
-        if named.contains(&axis) {
-            return Err(format!("{axis} is there twice: {FORM}"));
-        }
-        named.push(axis);
-        let degree = at_least_one(degree.trim()).map_err(|remedy| format!("{}: {remedy}", part.trim()))?;
-        match axis {
-            Axis::Data => shape.data = degree,
-            Axis::Ring => shape.ring = degree,
-            Axis::Ulysses => shape.ulysses = degree,
-        }
-    }
-    Ok(shape)
+    text.parse().map_err(|problem| format!("{problem}: give data=N,ulysses=M"))
 }
 
 pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {
@@ -210,6 +220,16 @@ mod tests {
     #[case("3.5m", Some(7 << 19))]
     #[case("131072", Some(131_072))]
     #[case("1_000", Some(1000))]
+    #[case("1_000_000", Some(1_000_000))]
+    #[case("1,000,000", Some(1_000_000))]
+    #[case("1e6", Some(1_000_000))]
+    #[case("2.4M", Some(2_516_582))]
+    #[case("128Ki", Some(1 << 17))]
+    #[case("4Mi", Some(1 << 22))]
+    #[case("1 M", Some(1 << 20))]
+    #[case("infm", None)]
+    #[case("0M", None)]
+    #[case("1152921504606846976", None)]
     #[case("0", None)]
     #[case("-1", None)]
     #[case("1.5", None)]
@@ -230,22 +250,20 @@ mod tests {
     #[case("80 gb", Some(80_000_000_000))]
     #[case("lots", None)]
     #[case("0G", None)]
+    #[case("18446744073709551615", None)]
+    #[case("1e9", Some(1_000_000_000))]
     fn bytes_have_both_kinds_of_units(#[case] text: &str, #[case] expected: Option<usize>) {
         assert_eq!(bytes(text).ok(), expected);
     }
 
-    #[rstest]
-    #[case("data=2,ulysses=3", Ok((2, 1, 3)))]
-    #[case("ring=2, ulysses=4", Ok((1, 2, 4)))]
-    #[case("tensor=2", Err("no axis is called \"tensor\""))]
-    #[case("data=2,data=2", Err("data is there twice"))]
-    #[case("data=0", Err("data=0: give a whole number from 1"))]
-    #[case("8", Err("\"8\" is no axis with a degree"))]
-    fn a_mesh_is_degrees_of_axes(#[case] text: &str, #[case] expected: Result<(usize, usize, usize), &str>) {
-        match (mesh(text), expected) {
-            (Ok(shape), Ok(degrees)) => assert_eq!((shape.data, shape.ring, shape.ulysses), degrees),
-            (Err(problem), Err(expected)) => assert!(problem.contains(expected), "{problem}"),
-            (found, expected) => panic!("{found:?}, not {expected:?}"),
-        }
+    #[test]
+    fn some_bytes_may_be_none() {
+        assert_eq!((bytes_or_none("0"), bytes_or_none("0G")), (Ok(0), Ok(0)));
+        assert!(bytes_or_none("-1").is_err() && bytes_or_none("").is_err());
+    }
+
+    #[test]
+    fn a_mesh_that_is_none_comes_with_its_form() {
+        assert_eq!(mesh("tensor=2").unwrap_err(), "no axis is called \"tensor\": give data=N,ulysses=M");
     }
 }

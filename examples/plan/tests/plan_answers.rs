@@ -40,6 +40,22 @@ fn json(line: &str) -> Value {
 )]
 #[case("--model llama-3-8b --seq-len 1M --devices 0", "give a whole number from 1")]
 #[case("--model llama-3-8b --seq-len 1M --devices 5000", "5000 ranks")]
+#[case(
+    "--model llama-3-8b --seq-len 1M --devices 1000000000000",
+    "1000000000000 ranks, one a device: use at most 4096"
+)]
+#[case("max --model llama-3-8b --mesh data=1000000000000", "1000000000000 ranks, one a device: use at most 4096")]
+#[case(
+    "--model llama-3-8b --device h100 --devices 8 --seq-len 8 --accumulate 8000000000",
+    "more bytes than can be counted: use smaller numbers"
+)]
+#[case("--model llama-3-8b --seq-len 1M --overhead 18446744073709551615", "give bytes: 80G")]
+#[case(
+    "--model llama-3-8b --device h100 --seq-len 1M --offload none --offload-every 3",
+    "--offload-every 3 where nothing is offloaded: leave it out, or use --offload host or disk"
+)]
+#[case("--model llama-3-8b --seq-len 1M --in-flight 3", "--in-flight 3 where nothing is offloaded")]
+#[case("fit --model llama-3-8b --seq-len 1M --offload none --in-flight 3", "--in-flight 3 where nothing is offloaded")]
 #[case("--model llama-3-8b --seq-len 1M --attention ring", "possible values: single, ulysses, upipe")]
 #[case("--model llama-3-8b --seq-len 1M --heads-per-stage 33", "33 heads a stage of 32 query heads: use 1 to 32")]
 #[case("--model llama-3-8b --seq-len 1M --heads-per-stage 8 --attention ulysses", "--heads-per-stage without stages")]
@@ -74,6 +90,21 @@ fn that_it_does_not_fit_is_an_answer() {
     assert!(largest > 1 << 20 && largest < 64 << 20);
     let output = plan(&format!("{ON_8} --seq-len 64M"));
     assert!(text(&output.stdout).contains("does not fit: device memory: the longest that does is"));
+}
+
+/// What asks for an object gets one, and only that.
+#[rstest]
+#[case("--model llama-3-8b --json", 2, "no --seq-len")]
+#[case("--json --model gpt --seq-len 1M", 2, "no model is called")]
+#[case("--json --no-such-flag", 2, "--no-such-flag")]
+#[case("ladder --model llama-3-8b --device h100 --json --svg no/such/folder/x.svg", 1, "no/such/folder/x.svg")]
+fn an_error_is_one_object_too(#[case] line: &str, #[case] status: i32, #[case] expected: &str) {
+    let output = plan(line);
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((output.status.code(), answer["exit_status"].as_i64()), (Some(status), Some(i64::from(status))));
+    let error = answer["error"].as_str().unwrap();
+    assert!(error.contains(expected), "{error}");
+    assert_eq!(text(&output.stderr), format!("error: {error}\n"));
 }
 
 #[rstest]
@@ -129,15 +160,41 @@ fn what_fit_finds_can_be_typed() {
     for field in ["device_bytes_peak", "host_bytes", "seconds", "techniques", "parts", "collectives"] {
         assert_eq!(found[field], same[field], "{field}");
     }
-    // What is typed is held.
-    let held = json(&format!(
-        "fit {ON_8} --seq-len 512K --attention upipe --heads-per-stage 16 --mesh ulysses=8 --mlp-tile 1000"
-    ));
-    let arguments = held["arguments"].as_str().unwrap();
-    for word in ["--attention upipe --heads-per-stage 16", "--mesh data=1,ulysses=8", "--mlp-tile 1000"] {
-        assert!(arguments.contains(word), "{arguments}");
+}
+
+/// In what it finds, and in what it says is to be typed.
+#[rstest]
+#[case("--attention upipe --heads-per-stage 16 --mesh ulysses=8 --mlp-tile 1000", &["--attention upipe --heads-per-stage 16", "--mesh data=1,ulysses=8", "--mlp-tile 1000"])]
+#[case("--attention upipe", &["--attention upipe --heads-per-stage "])]
+#[case("--prefetch off", &["--fsdp on --prefetch off"])]
+#[case("--offload-every 4 --in-flight 1", &["--offload-every 4 --in-flight 1"])]
+#[case("--offload disk --in-flight 3", &["--offload disk ", "--in-flight 3"])]
+#[case("--offload none", &["--offload none"])]
+#[case("--checkpoint 3 --optimizer host", &["--checkpoint 3", "--optimizer host"])]
+#[case("--norm-tile 100 --mlp-tile off", &["--mlp-tile off --norm-tile 100"])]
+fn what_is_typed_is_held(#[case] typed: &str, #[case] words: &[&str]) {
+    let found = json(&format!("fit {ON_8} --seq-len 512K {typed}"));
+    assert_eq!(found["fits"], true, "{found}");
+    let arguments = found["arguments"].as_str().unwrap();
+    for word in words {
+        assert!(arguments.contains(word), "{arguments:?} has no {word:?}");
     }
-    assert!(held["seconds"].as_f64() >= found["seconds"].as_f64());
+    let same = json(&format!("{ON_8} --seq-len 512K {arguments}"));
+    for field in ["device_bytes_peak", "host_bytes", "disk_bytes", "seconds", "techniques", "parts", "arguments"] {
+        assert_eq!(found[field], same[field], "{field}");
+    }
+}
+
+#[test]
+fn f32_takes_twice_the_memory_and_time() {
+    let line = |dtype: &str| json(&format!("{ON_8} --seq-len 1M --dtype {dtype}"));
+    let (bf16, f32) = (line("bf16"), line("f32"));
+    let ratio = |of: &dyn Fn(&Value) -> f64| of(&f32) / of(&bf16);
+    assert_eq!(bf16, json(&format!("{ON_8} --seq-len 1M")));
+    assert_eq!(ratio(&|answer| answer["host_bytes"].as_f64().unwrap()), 2.0);
+    assert_eq!(ratio(&|answer| answer["seconds_by_part"]["compute"].as_f64().unwrap()), 2.0);
+    assert!((ratio(&|answer| answer["parts"]["weights"].as_f64().unwrap()) - 2.0).abs() < 1e-6);
+    assert!(f32["assumptions"][0].as_str().unwrap().contains("of 494.5 TFLOP/s"), "{}", f32["assumptions"]);
 }
 
 #[test]
@@ -201,7 +258,11 @@ fn hardware_is_what_is_typed() {
     assert!(seconds(&line("--link 1")) > seconds(&usual));
     let this = json("--model qwen3-0.6b --memory 16G --devices 4 --seq-len 4K");
     assert_eq!(this["device_bytes_limit"], 4u64 << 30);
-    assert_eq!(json("--model qwen3-0.6b --seq-len 1K")["device"], "this");
+    let here = json("--model qwen3-0.6b --seq-len 1K");
+    assert_eq!(here["device"], "this");
+    // What is free where temporary files go.
+    assert!(here["disk_bytes_limit"].as_u64().unwrap() > 1 << 20);
+    assert_eq!(json("--model qwen3-0.6b --seq-len 1K --disk 0")["disk_bytes_limit"], 0);
 }
 
 #[test]
