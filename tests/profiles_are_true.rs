@@ -4,6 +4,8 @@
 //! Each test owns ranks of its own, since the allocator's counts are the process's.
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use burn::module::{Module, ModuleVisitor, Param};
@@ -17,7 +19,7 @@ use burn_context_parallel::group::{Axis, Mesh, MeshShape, Operation, ProcessGrou
 use burn_context_parallel::phase;
 use burn_context_parallel::sequence::Batch;
 use burn_upipe::profile::heap::{self, CountingAllocator};
-use burn_upipe::profile::{PhaseStats, Profiler, RankHeap, Report, ResidentSet, Timeline};
+use burn_upipe::profile::{Memory, MemorySource, PhaseStats, Profiler, RankHeap, Report, ResidentSet, Timeline};
 use burn_upipe::upipe::AttentionScheme;
 use llama::{Llama, LlamaConfig, ParallelConfig};
 use tests::filled;
@@ -79,6 +81,184 @@ fn peaks_of_nested_phases_are_exact() {
     assert_eq!(phases[2].around, ["outer", "inner"]);
     assert_eq!(report.ranks()[0].samples.iter().map(|sample| sample.peak).max(), Some(6000));
     drop(kept);
+}
+
+/// Memory as it is told: so much in use, and 1000 more reserved.
+struct Told(Arc<AtomicU64>);
+
+impl MemorySource for Told {
+    fn name(&self) -> &'static str {
+        "told"
+    }
+
+    fn read(&mut self) -> Memory {
+        let in_use = self.0.load(Ordering::Relaxed);
+        Memory { in_use, reserved: Some(in_use + 1000) }
+    }
+
+    fn take_peak(&mut self) -> Option<u64> {
+        None
+    }
+}
+
+/// Memory at the begin of `outer`, in `inner`, and at the end.
+fn told(rank: usize, [outer, inner, after]: [u64; 3]) -> Timeline {
+    let memory = Arc::new(AtomicU64::new(outer));
+    let profiler = Profiler::new(rank, Told(memory.clone()));
+    let _on = profiler.enter();
+    profiler.record(true);
+    {
+        let _outer = phase::enter("outer", None);
+        memory.store(inner, Ordering::Relaxed);
+        drop(phase::enter("inner", Some(7)));
+        memory.store(after, Ordering::Relaxed);
+    }
+    profiler.finish()
+}
+
+#[test]
+fn the_table_has_what_is_in_use_at_the_end_and_reserved_and_every_rank() {
+    let report = Report::new([told(42, [10, 5, 20]), told(41, [10, 300, 15])]);
+    let found = |phases: Vec<PhaseStats>| -> Vec<(String, u64, u64, Option<u64>)> {
+        phases.into_iter().map(|p| (p.name, p.peak, p.in_use, p.reserved)).collect()
+    };
+    // The largest of the ranks, number by number.
+    assert_eq!(found(report.phases()), [("outer".into(), 300, 20, Some(1300)), ("inner".into(), 300, 300, Some(1300))]);
+    assert_eq!(found(report.phases_of(42)), [("outer".into(), 20, 20, Some(1020)), ("inner".into(), 5, 5, Some(1005))]);
+    assert_eq!(report.phases_of(40), []);
+    let ranks: Vec<_> = report
+        .rank_stats()
+        .into_iter()
+        .map(|rank| (rank.rank, rank.peak, rank.phase.join("/"), rank.in_use, rank.reserved))
+        .collect();
+    assert_eq!(ranks, [(41, 300, "outer".to_owned(), 15, Some(1300)), (42, 20, "outer".to_owned(), 20, Some(1020)),]);
+    let text = report.to_string();
+    let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+    let row = |first: &str| rows.iter().find(|row| row.first() == Some(&first)).unwrap_or_else(|| panic!("{text}"));
+    let header = "phase runs time share peak peak above at end kept reserved sent received";
+    assert_eq!(row("phase").join(" "), header);
+    // Behind runs, time and share.
+    assert_eq!(row("outer")[6..].join(" "), "300 B 290 B 20 B 10 B 1.3 KiB 0 0");
+    assert_eq!(row("41").join(" "), "41 300 B 15 B 1.3 KiB 0 0 outer");
+    assert_eq!(row("42").join(" "), "42 20 B 20 B 1020 B 0 0 outer");
+}
+
+#[test]
+fn steps_that_are_not_recorded_leave_nothing() {
+    let profiler = Profiler::new(36, RankHeap::new(36));
+    let _on = profiler.enter();
+    let step = |number| {
+        let _step = phase::enter("step", Some(number));
+        let _block = phase::pass("block", Some(number), phase::Pass::Forward);
+        hold(100)
+    };
+    let held: Vec<_> = (0..1000).map(step).collect();
+    // What they hold is told apart all the same.
+    let mut alive = heap::alive_by_phase().into_iter();
+    assert!(alive.any(|alive| (alive.rank, alive.phase, alive.bytes) == (Some(36), "block forward", 100_000)));
+    drop(held);
+    let run = phase::enter("run", None);
+    drop(step(1000));
+    profiler.record(true);
+    drop(step(1001));
+    profiler.record(false);
+    drop(step(1002));
+    let timeline = profiler.finish();
+    let paths = |timeline: &Timeline| -> Vec<String> {
+        let path = |at| timeline.path(at).into_iter().map(|phase| &*phase.label).collect::<Vec<_>>().join("/");
+        (0..timeline.phases.len()).map(path).collect()
+    };
+    assert_eq!(paths(&timeline), ["run", "run/step 1001", "run/step 1001/block 1001 forward"]);
+    assert_eq!(timeline.spans.len(), 2);
+    // Left open by the recording, over for the thread.
+    drop(run);
+    assert_eq!(heap::Phase::current(), None);
+}
+
+#[test]
+fn backward_phases_with_nothing_around_them_end() {
+    let profiler = Profiler::new(37, RankHeap::new(37));
+    let _on = profiler.enter();
+    let device = Device::flex().autodiff();
+    let step = || {
+        profiler.record(true);
+        let weight = Tensor::<1>::from_floats([3.0], &device).require_grad();
+        let frozen = Tensor::<1>::from_floats([2.0], &device);
+        let y = phase::after("begin", None, || weight.clone() * 1);
+        let y = phase::around("block", Some(0), y, |y| phase::around("inner", None, y, |y| y.clone() * y));
+        let z = phase::around("frozen", None, frozen, |x| x * weight.clone());
+        let _ = (y + z).backward();
+        assert_eq!(heap::Phase::current(), None);
+        let timeline = profiler.finish();
+        let depth = timeline.spans.iter().map(|span| span.depth).max();
+        (timeline.phases.len(), timeline.spans.len(), depth)
+    };
+    // Four phases in two directions, `inner` within `block`.
+    assert_eq!([step(), step(), step()], [(8, 8, Some(1)); 3]);
+}
+
+#[test]
+fn a_phase_that_is_given_up_elsewhere_ends_with_the_next_one() {
+    let (report, ()) = recorded(38, || {
+        let span = tracing::trace_span!(target: phase::TARGET, "lost");
+        span.with_subscriber(|(id, listener)| listener.enter(id));
+        thread::spawn(move || drop(span)).join().unwrap();
+        let _next = phase::enter("next", None);
+    });
+    let found: Vec<_> = report.phases().into_iter().map(|phase| (phase.name, phase.around.len())).collect();
+    assert_eq!(found, [("lost".to_owned(), 0), ("next".to_owned(), 0)]);
+    assert_eq!(heap::Phase::current(), None);
+}
+
+#[test]
+fn a_helper_goes_on_for_whom_it_worked_before() {
+    let (_, held) = recorded(39, || {
+        let work = phase::carried(|| {
+            let _mine = heap::own(40);
+            {
+                let _helping = phase::enter("helping", None);
+                drop(hold(100));
+            }
+            let (before, held) = (heap::in_use_by(40), hold(5000));
+            (heap::in_use_by(40) - before, held)
+        });
+        thread::spawn(work).join().unwrap()
+    });
+    assert_eq!(held.0, 5000);
+}
+
+#[test]
+fn what_shrinks_in_place_is_not_there_twice() {
+    let _owned = heap::own(43);
+    let mut bytes = hold(1 << 20);
+    bytes.truncate(1 << 19);
+    let before = heap::in_use_by(43);
+    heap::take_peak_by(43);
+    bytes.shrink_to_fit();
+    assert_eq!((heap::in_use_by(43), heap::take_peak_by(43)), (before - (1 << 19), before));
+    // Grown ones may be.
+    bytes.reserve_exact(1 << 20);
+    assert!(heap::take_peak_by(43) > before + (1 << 19));
+}
+
+#[test]
+fn what_always_holds_something_lies_below_what_comes_and_goes() {
+    let profiler = Profiler::new(44, RankHeap::new(44));
+    let _on = profiler.enter();
+    let phase = |name, bytes| {
+        let _phase = phase::enter(name, None);
+        hold(bytes)
+    };
+    drop(phase("passing", 100));
+    let lasting = phase("lasting", 1000);
+    profiler.record(true);
+    drop(phase("passing", 5000));
+    let page = Report::new([profiler.finish()]).html();
+    let place = |what: &str| page.find(what).unwrap_or_else(|| panic!("no {what} in {page}"));
+    // The legend, and the stack from the foot up; that one came first does not matter.
+    assert!(place("</span>lasting</li>") < place("</span>passing</li>"));
+    assert!(place("<title>lasting: at most 1000 B</title>") < place("<title>passing: at most 4.9 KiB</title>"));
+    drop(lasting);
 }
 
 #[test]

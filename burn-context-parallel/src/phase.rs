@@ -3,7 +3,7 @@
 //! Nobody listens unless a subscriber is set for the rank's thread ([`Profiler`] of `burn-upipe` is one). Without it a phase is the
 //! look at one number that every `tracing` macro takes, and nothing else: no allocation, no node on the tape.
 //!
-//! Each phase is a span of the target [`TARGET`] with these fields; a span `"offload"` of one of these crates needs no target.
+//! Each phase is a span of the target [`TARGET`], or of a module of one of these crates, with these fields:
 //!
 //! | field | |
 //! |---|---|
@@ -19,8 +19,12 @@
 //! | `stage` s, forward and backward | U-Pipe | `attention` |
 //! | `recompute` | checkpointing and tiling, in the backward pass | what is computed again |
 //! | `offload` | offloading, with its bytes | a block |
-//! | `embedding`; `block` i, forward and backward | a model, by [`around`] and [`after`] | |
+//! | `embedding`; `block` i, forward and backward | a model, by [`around`] and [`after`] | forward: `step`; backward: `backward` |
 //! | `step` n, `data`, `backward`, `gradient sum`, `optimizer` .. | a training loop, by [`enter`] | |
+//!
+//! A phase of the backward pass has its begin and its end on the tape. If it has no end there ([`after`], or an input that needs no
+//! gradient), or `backward()` is given up before, it ends with the phase around it, which a training loop has by
+//! `enter("backward", None)`. With nothing around it there is nothing to tell its end by: [`Profiler`] ends it as it begins.
 //!
 //! What crosses between ranks is an event of the same target with `sent` and `received`, in the span in which it happens; it is sent
 //! where [`Counters`](crate::group::Counters) count, so that both agree.
@@ -91,7 +95,7 @@ pub(crate) fn moved(sent: u64, received: u64) {
 /// `f(x)` as a phase in both directions: `f` runs in the forward one, and the backward pass of what `f` did in the backward one.
 ///
 /// The backward phase begins when the gradient of the result is there, and ends when that of `x` is. If `x` needs no gradient, it ends
-/// with the phase around it. While nobody listens this is `f(x)`. While somebody does, values are the same; if `x` is used outside of
+/// with the phase around it, or [as it begins](self). While nobody listens this is `f(x)`. While somebody does, values are the same; if `x` is used outside of
 /// `f` as well, and several times within, the sum of its gradients is taken in another order.
 ///
 /// ```
@@ -139,7 +143,8 @@ pub fn try_around<const D: usize, const E: usize, Err>(
     Ok(backward.begins(y))
 }
 
-/// [`around`] for what has no float input, an embedding say: its backward phase ends with the phase around it.
+/// [`around`] for what has no float input, an embedding say: its backward phase ends with the phase around it, or
+/// [as it begins](self).
 pub fn after<const E: usize>(name: &'static str, index: Option<usize>, f: impl FnOnce() -> Tensor<E>) -> Tensor<E> {
     let forward = span(name, index, Pass::Forward);
     if forward.is_disabled() {

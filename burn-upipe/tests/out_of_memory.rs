@@ -7,7 +7,8 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Command, ExitCode, ExitStatus};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
@@ -31,13 +32,23 @@ fn main() -> ExitCode {
     threads_that_fail_together_wait_for_the_report();
     a_program_that_can_do_without_goes_on_and_is_told_once();
     a_report_that_panics_ends_nothing_else();
-    println!("4 properties held");
+    a_report_takes_the_place_of_another_and_is_told();
+    a_report_that_is_armed_while_another_runs_is_told();
+    something_armed_is_always_told();
+    println!("7 properties held");
     ExitCode::SUCCESS
 }
 
 type Child = fn(&Path) -> ExitCode;
-const CHILDREN: [(&str, Child); 4] =
-    [("full", full), ("together", together), ("survives", survives), ("panics", panics)];
+const CHILDREN: [(&str, Child); 7] = [
+    ("full", full),
+    ("together", together),
+    ("survives", survives),
+    ("panics", panics),
+    ("replaced", replaced),
+    ("meanwhile", meanwhile),
+    ("always", always),
+];
 
 fn child(name: &str) -> (ExitStatus, String) {
     let folder = tempfile::tempdir().unwrap();
@@ -164,4 +175,113 @@ fn a_report_that_panics_ends_nothing_else() {
     let (status, report) = child("panics");
     assert!(status.success());
     assert_eq!(report, "went on");
+}
+
+/// Fails, and goes on.
+fn fail() {
+    assert!(Vec::<u8>::new().try_reserve_exact(10 * MIB).is_err());
+}
+
+/// A report that only counts.
+fn count(by: usize) -> heap::Armed {
+    heap::on_out_of_memory(move |_| {
+        REPORTS.fetch_add(by, Ordering::Relaxed);
+    })
+}
+
+fn replaced(path: &Path) -> ExitCode {
+    let mut armed = count(1);
+    room(4 * MIB);
+    fail();
+    // As one arms again after a report: the guard before goes when the new one is there. And before one.
+    for by in [10, 100, 1000] {
+        drop(std::mem::replace(&mut armed, count(by)));
+        if by != 10 {
+            fail();
+        }
+    }
+    drop(armed);
+    fail();
+    heap::limit(None);
+    fs::write(path, REPORTS.load(Ordering::Relaxed).to_string()).unwrap();
+    ExitCode::SUCCESS
+}
+
+fn a_report_takes_the_place_of_another_and_is_told() {
+    let (status, report) = child("replaced");
+    assert!(status.success());
+    assert_eq!(report, "1101");
+}
+
+fn meanwhile(path: &Path) -> ExitCode {
+    let (begun, begins) = mpsc::channel();
+    let (arm, armed) = mpsc::channel();
+    let first = heap::on_out_of_memory(move |_| {
+        begun.send(()).unwrap();
+        armed.recv_timeout(Duration::from_secs(60)).unwrap();
+        REPORTS.fetch_add(1, Ordering::Relaxed);
+    });
+    room(4 * MIB);
+    let failing = thread::spawn(fail);
+    begins.recv_timeout(Duration::from_secs(60)).unwrap();
+    let second = count(10);
+    // The guard of the one that runs ends nothing of it, nor of the second.
+    drop(first);
+    // This one waits for the report, or it would end the process in the middle of it.
+    let waiting = thread::spawn(|| {
+        fail();
+        REPORTS.load(Ordering::Relaxed)
+    });
+    thread::sleep(Duration::from_millis(50));
+    arm.send(()).unwrap();
+    failing.join().unwrap();
+    let at_least = waiting.join().unwrap();
+    fail();
+    drop(second);
+    heap::limit(None);
+    let reports = REPORTS.load(Ordering::Relaxed);
+    fs::write(path, format!("{} {reports}", at_least % 10)).unwrap();
+    ExitCode::SUCCESS
+}
+
+fn a_report_that_is_armed_while_another_runs_is_told() {
+    let (status, report) = child("meanwhile");
+    assert!(status.success());
+    assert_eq!(report, "1 11");
+}
+
+/// One thread arms again and again while another one fails.
+fn always(path: &Path) -> ExitCode {
+    static TIMES: AtomicUsize = AtomicUsize::new(0);
+    static OVER: AtomicBool = AtomicBool::new(false);
+    let arming = thread::spawn(|| {
+        let mut armed = count(1);
+        while !OVER.load(Ordering::Relaxed) {
+            drop(std::mem::replace(&mut armed, count(1)));
+            TIMES.fetch_add(1, Ordering::Release);
+        }
+    });
+    room(5 * MIB);
+    let mut told = 0;
+    for _ in 0..1000 {
+        // One that was begun before now, and one more, which is armed for certain.
+        let times = TIMES.load(Ordering::Acquire) + 2;
+        while TIMES.load(Ordering::Acquire) < times {
+            thread::yield_now();
+        }
+        let before = REPORTS.load(Ordering::Relaxed);
+        fail();
+        told += usize::from(REPORTS.load(Ordering::Relaxed) == before + 1);
+    }
+    OVER.store(true, Ordering::Relaxed);
+    arming.join().unwrap();
+    heap::limit(None);
+    fs::write(path, told.to_string()).unwrap();
+    ExitCode::SUCCESS
+}
+
+fn something_armed_is_always_told() {
+    let (status, report) = child("always");
+    assert!(status.success());
+    assert_eq!(report, "1000");
 }

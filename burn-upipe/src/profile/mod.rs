@@ -32,6 +32,6 @@ mod trace;
 
 pub use out_of_memory::{alive, is_out_of_memory, out_of_memory};
 pub use profiler::{Entered, Profiler};
-pub use report::{FILES, PhaseStats, Report};
-pub use source::{DevicePools, MemorySource, RankHeap, ResidentSet, resident};
+pub use report::{FILES, PhaseStats, RankStats, Report};
+pub use source::{DevicePools, Memory, MemorySource, RankHeap, ResidentSet, resident};
 pub use timeline::{Phase, Sample, Span, Timeline};

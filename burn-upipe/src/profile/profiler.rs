@@ -14,7 +14,7 @@ use tracing::subscriber::Interest;
 use tracing::{Event, Metadata, Subscriber};
 
 use super::heap;
-use super::recorder::{Label, Recorder};
+use super::recorder::{Label, Recorder, Tagged};
 use super::source::MemorySource;
 use super::timeline::Timeline;
 
@@ -51,7 +51,8 @@ use super::timeline::Timeline;
 ///
 /// # Memory
 ///
-/// 150 bytes a phase that begins, and as many a moment; they are not counted for the rank.
+/// While it records, 150 bytes a phase that begins, and as many a moment; they are not counted for the rank. Otherwise what is open,
+/// however long it listens.
 #[derive(Clone)]
 pub struct Profiler {
     listener: Arc<Listener>,
@@ -95,7 +96,14 @@ impl fmt::Debug for Profiler {
     }
 }
 
-/// Ends [`Profiler::enter`].
+/// Ends [`Profiler::enter`], on the thread that has called it:
+///
+/// ```compile_fail,E0277
+/// use burn_upipe::profile::{Profiler, ResidentSet};
+///
+/// let entered = Profiler::new(0, ResidentSet).enter();
+/// std::thread::spawn(move || drop(entered));
+/// ```
 #[must_use = "it listens until this is dropped"]
 pub struct Entered {
     _listening: DefaultGuard,
@@ -169,33 +177,23 @@ impl Subscriber for Forward {
     }
 
     fn enter(&self, span: &Id) {
-        let before = heap::now();
-        let (tag, helps) = {
+        let before = Tagged { owner: heap::owner(), phase: heap::now() };
+        let (phase, helps) = {
             let _unowned = heap::unowned();
             let label = self.0.spans().get(&span.into_u64()).map(|(label, _)| label.clone());
             let Some(label) = label else { return };
             let mut recorder = self.0.recorder();
-            (recorder.begin(span.into_u64(), &label, before), recorder.helps())
+            (recorder.begin(span.into_u64(), label, before), recorder.helps())
         };
         // Threads that work for a rank allocate for it, while they are in a phase.
         if helps {
-            heap::set_owner(Some(self.0.rank));
+            heap::set_owner(heap::Owner::rank(self.0.rank));
         }
-        heap::set(tag);
+        heap::set(phase);
     }
 
     fn exit(&self, span: &Id) {
-        let (tag, leaves) = {
-            let _unowned = heap::unowned();
-            let mut recorder = self.0.recorder();
-            (recorder.end(span.into_u64()), recorder.helps() && recorder.is_outside())
-        };
-        if leaves {
-            heap::set_owner(None);
-        }
-        if let Some(tag) = tag {
-            heap::set(tag);
-        }
+        self.ends(|recorder| recorder.end(span.into_u64()));
     }
 
     fn clone_span(&self, span: &Id) -> Id {
@@ -206,16 +204,37 @@ impl Subscriber for Forward {
     }
 
     fn try_close(&self, span: Id) -> bool {
-        let _unowned = heap::unowned();
-        let mut spans = self.0.spans();
-        let Some((_, holders)) = spans.get_mut(&span.into_u64()) else { return false };
-        *holders -= 1;
-        let closed = *holders == 0;
+        let closed = {
+            let _unowned = heap::unowned();
+            let mut spans = self.0.spans();
+            let Some((_, holders)) = spans.get_mut(&span.into_u64()) else { return false };
+            *holders -= 1;
+            let closed = *holders == 0;
+            if closed {
+                spans.remove(&span.into_u64());
+            }
+            closed
+        };
         if closed {
-            // An open phase stays open: it ends with the one around it.
-            spans.remove(&span.into_u64());
+            self.ends(|recorder| recorder.leave(span.into_u64()));
         }
         closed
+    }
+}
+
+impl Forward {
+    /// Tags what this thread allocates as before a phase, if one has ended.
+    fn ends(&self, end: impl FnOnce(&mut Recorder) -> Option<Tagged>) {
+        let (before, helps) = {
+            let _unowned = heap::unowned();
+            let mut recorder = self.0.recorder();
+            (end(&mut recorder), recorder.helps())
+        };
+        let Some(Tagged { owner, phase }) = before else { return };
+        if helps {
+            heap::set_owner(owner);
+        }
+        heap::set(phase);
     }
 }
 

@@ -34,14 +34,26 @@ impl Label {
     }
 }
 
+/// What a thread's allocations are tagged with.
+#[derive(Clone, Copy)]
+pub(super) struct Tagged {
+    pub owner: heap::Owner,
+    pub phase: heap::Phase,
+}
+
 /// A phase that has begun.
 struct Open {
     span: u64,
-    phase: usize,
-    /// The thread's allocations before it were of this one.
-    before: heap::Phase,
+    label: Label,
+    kind: String,
+    /// Where it is in the tree; `None` while nothing is recorded: trees of steps that nobody wants would only grow.
+    phase: Option<usize>,
+    /// The thread's allocations before it.
+    before: Tagged,
     /// `None` if it began while nothing was recorded.
     record: Option<Span>,
+    /// Nobody is left who could end it.
+    left: bool,
 }
 
 pub(super) struct Recorder {
@@ -54,7 +66,6 @@ pub(super) struct Recorder {
     /// Phases by the one around them and their label.
     known: HashMap<(Option<usize>, String), usize>,
     /// How allocations are tagged: by the kinds of the phases around, so that there are not as many as blocks.
-    tags: Vec<heap::Phase>,
     kinds: HashMap<String, (heap::Phase, usize)>,
     groups: Vec<(String, Vec<heap::Phase>)>,
     threads: Vec<(ThreadId, Vec<Open>)>,
@@ -74,7 +85,6 @@ impl Recorder {
             windows: Vec::new(),
             phases: Vec::new(),
             known: HashMap::new(),
-            tags: Vec::new(),
             kinds: HashMap::new(),
             groups: Vec::new(),
             threads: vec![(std::thread::current().id(), Vec::new())],
@@ -94,12 +104,6 @@ impl Recorder {
         self.threads[0].0 != std::thread::current().id()
     }
 
-    /// Whether this thread is in no phase.
-    pub fn is_outside(&self) -> bool {
-        let thread = std::thread::current().id();
-        self.threads.iter().all(|(id, stack)| *id != thread || stack.is_empty())
-    }
-
     pub fn record(&mut self, on: bool) {
         match (self.recording, on) {
             (None, true) => {
@@ -107,6 +111,13 @@ impl Recorder {
                 let _ = self.source.take_peak();
                 self.last = self.origin.elapsed();
                 self.recording = Some(self.last);
+                // What is open is around what comes.
+                for thread in 0..self.threads.len() {
+                    let mut around = None;
+                    for at in 0..self.threads[thread].1.len() {
+                        around = Some(self.place(thread, at, around));
+                    }
+                }
             }
             (Some(begin), false) => {
                 self.look();
@@ -117,40 +128,46 @@ impl Recorder {
         }
     }
 
-    /// A phase begins on this thread; what the thread's allocations are tagged with now.
-    pub fn begin(&mut self, span: u64, label: &Label, before: heap::Phase) -> heap::Phase {
+    /// A phase begins on this thread, whose allocations were tagged as `before`; the phase that they are tagged with now.
+    pub fn begin(&mut self, span: u64, label: Label, before: Tagged) -> heap::Phase {
+        let before = self.end_left().unwrap_or(before);
         let memory = self.look();
         let thread = self.thread();
-        let around = self.threads[thread].1.last().map(|open| open.phase);
-        let phase = self.phase(around, label);
-        let depth = self.threads[thread].1.len();
-        let record = memory.map(|memory| Span {
-            phase,
-            thread,
-            depth,
-            start: self.last,
-            duration: Duration::ZERO,
-            begin: memory,
-            end: memory,
-            peak: memory.in_use,
-            sent: 0,
-            received: 0,
-            copied: label.bytes,
-        });
-        self.threads[thread].1.push(Open { span, phase, before, record });
-        self.tags[phase]
+        let stack = &mut self.threads[thread].1;
+        let depth = stack.len();
+        let around = stack.last().and_then(|open| open.phase);
+        let (kind, copied) = (label.kind(), label.bytes);
+        stack.push(Open { span, label, kind, phase: None, before, record: None, left: false });
+        if let Some(memory) = memory {
+            let phase = self.place(thread, depth, around);
+            self.threads[thread].1[depth].record = Some(Span {
+                phase,
+                thread,
+                depth,
+                start: self.last,
+                duration: Duration::ZERO,
+                begin: memory,
+                end: memory,
+                peak: memory.in_use,
+                reserved: memory.reserved,
+                sent: 0,
+                received: 0,
+                copied,
+            });
+        }
+        self.tag(thread, depth).0
     }
 
     /// A phase ends, and with it those within that have not; what the thread's allocations were tagged with before.
-    pub fn end(&mut self, span: u64) -> Option<heap::Phase> {
+    pub fn end(&mut self, span: u64) -> Option<Tagged> {
         let thread = self.thread();
         let at = self.threads[thread].1.iter().rposition(|open| open.span == span)?;
         let memory = self.look();
         let now = self.last;
-        let mut tag = None;
+        let mut before = None;
         while self.threads[thread].1.len() > at {
             let open = self.threads[thread].1.pop()?;
-            tag = Some(open.before);
+            before = Some(open.before);
             let (Some(mut record), Some(memory)) = (open.record, memory) else { continue };
             record.duration = now - record.start;
             record.end = memory;
@@ -162,7 +179,21 @@ impl Recorder {
             }
             self.spans.push(record);
         }
-        tag
+        before
+    }
+
+    /// Nobody is left who could end a phase. It ends with the one around it; if there is none, at once, or, if another thread began it,
+    /// when that one is here again. What this thread's allocations were tagged with before, if it ends.
+    pub fn leave(&mut self, span: u64) -> Option<Tagged> {
+        let stacks = self.threads.iter_mut().flat_map(|(_, stack)| stack);
+        stacks.filter(|open| open.span == span).for_each(|open| open.left = true);
+        self.end_left()
+    }
+
+    fn end_left(&mut self) -> Option<Tagged> {
+        let thread = self.thread();
+        let span = self.threads[thread].1.first().filter(|open| open.left)?.span;
+        self.end(span)
     }
 
     /// Bytes that crossed between ranks, in the phase that this thread is in.
@@ -176,8 +207,9 @@ impl Recorder {
 
     pub fn finish(&mut self) -> Timeline {
         self.record(false);
-        for (_, stack) in &mut self.threads {
-            stack.clear();
+        // What is open still ends, and has its allocations tagged as before then.
+        for open in self.threads.iter_mut().flat_map(|(_, stack)| stack) {
+            open.record = None;
         }
         Timeline {
             rank: self.rank,
@@ -201,6 +233,7 @@ impl Recorder {
         for open in self.threads.iter_mut().flat_map(|(_, stack)| stack) {
             if let Some(record) = &mut open.record {
                 record.peak = record.peak.max(peak);
+                record.reserved = record.reserved.max(memory.reserved);
             }
         }
         let mut alive: Vec<u64> =
@@ -208,7 +241,7 @@ impl Recorder {
         if alive.iter().all(|bytes| *bytes == 0) {
             alive.clear();
         }
-        let phase = self.threads[0].1.last().map(|open| open.phase);
+        let phase = self.threads[0].1.last().and_then(|open| open.phase);
         self.samples.push(Sample { from: self.last, to: now, phase, peak, memory, alive });
         self.last = now;
         Some(memory)
@@ -231,27 +264,25 @@ impl Recorder {
         }
     }
 
-    fn phase(&mut self, around: Option<usize>, label: &Label) -> usize {
-        let key = (around, label.label());
-        if let Some(phase) = self.known.get(&key) {
-            return *phase;
+    /// The place in the tree of a phase that is open.
+    fn place(&mut self, thread: usize, at: usize, around: Option<usize>) -> usize {
+        let (_, group) = self.tag(thread, at);
+        let open = &mut self.threads[thread].1[at];
+        let label = open.label.label();
+        let next = self.phases.len();
+        let phase = *self.known.entry((around, label.clone())).or_insert(next);
+        if phase == next {
+            let (kind, index) = (open.kind.clone(), open.label.index);
+            self.phases.push(Phase { around, kind, index, label, group });
         }
-        let kind = label.kind();
-        let mut kinds = vec![kind.clone()];
-        let mut at = around;
-        while let Some(phase) = at {
-            kinds.insert(0, self.phases[phase].kind.clone());
-            at = self.phases[phase].around;
-        }
-        let (tag, group) = self.tag(&kinds);
-        self.phases.push(Phase { around, kind, index: label.index, label: key.1.clone(), group });
-        self.tags.push(tag);
-        self.known.insert(key, self.phases.len() - 1);
-        self.phases.len() - 1
+        open.phase = Some(phase);
+        phase
     }
 
-    fn tag(&mut self, kinds: &[String]) -> (heap::Phase, usize) {
-        let kinds = inside(kinds);
+    /// How allocations in a phase that is open are tagged, and the group of that tag.
+    fn tag(&mut self, thread: usize, at: usize) -> (heap::Phase, usize) {
+        let kinds: Vec<&str> = self.threads[thread].1[..=at].iter().map(|open| &*open.kind).collect();
+        let kinds = inside(&kinds);
         let path = kinds.join(" / ");
         if let Some(known) = self.kinds.get(&path) {
             return *known;
@@ -269,20 +300,19 @@ impl Recorder {
 }
 
 /// A path without what is around everything.
-pub(super) fn inside(kinds: &[String]) -> &[String] {
+fn inside<'a, 'k>(kinds: &'a [&'k str]) -> &'a [&'k str] {
     match kinds {
-        [first, rest @ ..] if first == "step" && !rest.is_empty() => inside(rest),
-        [first, rest @ ..] if first == "backward" && !rest.is_empty() => inside(rest),
+        ["step" | "backward", rest @ ..] if !rest.is_empty() => inside(rest),
         kinds => kinds,
     }
 }
 
 /// What a path counts for where only few can be told apart.
-fn group(kinds: &[String]) -> &str {
-    let special = kinds.iter().find(|kind| ["recompute", "offload"].contains(&kind.as_str()));
+fn group<'k>(kinds: &[&'k str]) -> &'k str {
+    let special = kinds.iter().find(|kind| ["recompute", "offload"].contains(kind));
     match special.or(kinds.first()) {
         // Of a helper, or between the others.
-        Some(kind) if Operation::ALL.iter().any(|operation| operation.name() == kind) => "collectives",
-        kind => kind.map_or("", String::as_str),
+        Some(kind) if Operation::ALL.iter().any(|operation| operation.name() == *kind) => "collectives",
+        kind => kind.copied().unwrap_or_default(),
     }
 }

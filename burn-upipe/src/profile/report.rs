@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use super::{picture, trace};
 ///
 /// Printed it is a table: a phase a row, those within it below it and further in. Of each rank its runs of a phase are added up (the
 /// most bytes at once is the largest); of all ranks the row has the **largest**, never a sum: a step is over when the slowest rank
-/// is, and fits if the fullest one does.
+/// is, and fits if the fullest one does. Each rank by itself is in a second table.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     pub(super) ranks: Vec<Timeline>,
@@ -36,6 +37,10 @@ pub struct PhaseStats {
     pub peak: u64,
     /// The most above what was in use when it began.
     pub peak_above: u64,
+    /// Bytes in use when it was over, at the end of the run where that was most.
+    pub in_use: u64,
+    /// The most bytes reserved; `None` where that cannot be told.
+    pub reserved: Option<u64>,
     /// Bytes that stayed when it was over, of the run that left most; negative where all runs freed.
     pub kept: i64,
     /// Bytes sent to other ranks.
@@ -54,6 +59,8 @@ impl PhaseStats {
         self.time += span.duration;
         self.peak = self.peak.max(span.peak);
         self.peak_above = self.peak_above.max(span.peak.saturating_sub(span.begin.in_use));
+        self.in_use = self.in_use.max(span.end.in_use);
+        self.reserved = self.reserved.max(span.reserved);
         self.sent += span.sent;
         self.received += span.received;
         self.copied += span.copied;
@@ -65,9 +72,51 @@ impl PhaseStats {
         self.time = self.time.max(other.time);
         self.peak = self.peak.max(other.peak);
         self.peak_above = self.peak_above.max(other.peak_above);
+        self.in_use = self.in_use.max(other.in_use);
+        self.reserved = self.reserved.max(other.reserved);
         self.sent = self.sent.max(other.sent);
         self.received = self.received.max(other.received);
         self.copied = self.copied.max(other.copied);
+    }
+}
+
+/// One rank, over all that it has recorded.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RankStats {
+    /// Which.
+    pub rank: usize,
+    /// The most bytes in use at once.
+    pub peak: u64,
+    /// The phase in which that was, and those around it, from the outside in; empty in none.
+    pub phase: Vec<String>,
+    /// Bytes in use at the end.
+    pub in_use: u64,
+    /// The most bytes reserved; `None` where that cannot be told.
+    pub reserved: Option<u64>,
+    /// Bytes sent to other ranks.
+    pub sent: u64,
+    /// Bytes received from them.
+    pub received: u64,
+}
+
+impl RankStats {
+    fn new(timeline: &Timeline) -> Self {
+        let mut stats = Self { rank: timeline.rank, ..Self::default() };
+        for sample in &timeline.samples {
+            if sample.peak > stats.peak {
+                stats.peak = sample.peak;
+                let path = sample.phase.map(|phase| timeline.path(phase)).unwrap_or_default();
+                stats.phase = path.into_iter().map(|phase| phase.label.clone()).collect();
+            }
+            stats.in_use = sample.memory.in_use;
+            stats.reserved = stats.reserved.max(sample.memory.reserved);
+        }
+        // Those within are in the outermost ones.
+        for span in timeline.spans.iter().filter(|span| span.depth == 0) {
+            stats.sent += span.sent;
+            stats.received += span.received;
+        }
+        stats
     }
 }
 
@@ -85,6 +134,16 @@ impl Report {
     /// What each rank has recorded, by rank.
     pub fn ranks(&self) -> &[Timeline] {
         &self.ranks
+    }
+
+    /// Every rank by itself.
+    pub fn rank_stats(&self) -> Vec<RankStats> {
+        self.ranks.iter().map(RankStats::new).collect()
+    }
+
+    /// The [phases](Self::phases) of one rank alone; none if it is not there.
+    pub fn phases_of(&self, rank: usize) -> Vec<PhaseStats> {
+        Self::new(self.ranks.iter().filter(|timeline| timeline.rank == rank).cloned()).phases()
     }
 
     /// How long the rank that took longest was recorded.
@@ -204,6 +263,9 @@ impl fmt::Display for Report {
             writeln!(f, "memory: {}", timeline.source)?;
         }
         writeln!(f, "\n{}\n", table("phase", &self.phases(), wall))?;
+        if !self.ranks.is_empty() {
+            writeln!(f, "{}\n", ranks(&self.rank_stats()))?;
+        }
         let numbered: Vec<_> = self.numbered().into_iter().filter(|stats| !stats.name.starts_with("step")).collect();
         if !numbered.is_empty() {
             writeln!(f, "{}", table("by number", &numbered, wall))?;
@@ -216,7 +278,8 @@ fn table(title: &str, phases: &[PhaseStats], wall: Duration) -> Table {
     let copies = phases.iter().any(|stats| stats.copied > 0);
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    let mut header = vec![title, "runs", "time", "share", "peak", "peak above", "kept", "sent", "received"];
+    let mut header =
+        vec![title, "runs", "time", "share", "peak", "peak above", "at end", "kept", "reserved", "sent", "received"];
     header.extend(copies.then_some("copied"));
     table.set_header(&header);
     for stats in phases {
@@ -228,19 +291,44 @@ fn table(title: &str, phases: &[PhaseStats], wall: Duration) -> Table {
             format!("{share:.1} %"),
             bytes(stats.peak),
             bytes(stats.peak_above),
+            bytes(stats.in_use),
             signed(stats.kept),
+            stats.reserved.map_or_else(|| "?".to_owned(), bytes),
             bytes(stats.sent),
             bytes(stats.received),
         ];
         row.extend(copies.then(|| bytes(stats.copied)));
         table.add_row(row);
     }
-    for (at, column) in table.column_iter_mut().enumerate() {
-        if at > 0 {
+    numbers_right(&mut table, 1..header.len());
+    table
+}
+
+fn ranks(ranks: &[RankStats]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    table.set_header(["rank", "peak", "at end", "reserved", "sent", "received", "where its peak was"]);
+    for stats in ranks {
+        table.add_row([
+            stats.rank.to_string(),
+            bytes(stats.peak),
+            bytes(stats.in_use),
+            stats.reserved.map_or_else(|| "?".to_owned(), bytes),
+            bytes(stats.sent),
+            bytes(stats.received),
+            if stats.phase.is_empty() { "no phase".to_owned() } else { stats.phase.join(" / ") },
+        ]);
+    }
+    numbers_right(&mut table, 1..6);
+    table
+}
+
+fn numbers_right(table: &mut Table, columns: Range<usize>) {
+    for column in columns {
+        if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
-    table
 }
 
 /// For people.

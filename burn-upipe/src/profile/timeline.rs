@@ -74,6 +74,8 @@ pub struct Span {
     pub end: Memory,
     /// The most in use at once.
     pub peak: u64,
+    /// The most reserved; `None` where that cannot be told.
+    pub reserved: Option<u64>,
     /// Bytes sent to other ranks, phases within included.
     pub sent: u64,
     /// Bytes received from them.

@@ -43,6 +43,7 @@ fn rank(timeline: &Timeline, shift: f64, events: &mut Vec<Value>) {
                 "peak above": span.peak.saturating_sub(span.begin.in_use),
                 "in use at begin": span.begin.in_use,
                 "in use at end": span.end.in_use,
+                "reserved": span.reserved,
                 "sent": span.sent,
                 "received": span.received,
                 "copied": span.copied,

@@ -88,7 +88,7 @@ pub use eval::{Evaluation, evaluate};
 pub use files::TextError;
 pub use guard::quiet_guarded_panics;
 pub use metrics::{StepMetrics, Table};
-pub use offload::{OffloadPlan, OffloadTo};
+pub use offload::{OffloadPlan, OffloadTo, Waited};
 pub use order::Order;
 pub use plan::{ModelSource, OutFolder, Plan, Profile};
 pub use progress::Voice;
@@ -280,7 +280,7 @@ fn train_into(
     let steps = std::mem::take(&mut *steps.lock().unwrap_or_else(PoisonError::into_inner));
     // Also of a run that failed: what was so far is worth a look then.
     let drawn = picture::loss_curve(&curve, &steps);
-    let Trained { steps: done, stopped, halt, weights, memory: counted, checkpoint } = trained?;
+    let Trained { steps: done, stopped, halt, weights, memory: counted, waited, phases, checkpoint } = trained?;
 
     let folder = weights.transpose()?;
     if let Some(halt) = halt {
@@ -290,6 +290,12 @@ fn train_into(
     drawn?;
     if let Some(counted) = counted {
         voice.line(&memory::beside(plan, counted));
+    }
+    if let Some(waited) = waited {
+        voice.line(&memory::waited(plan, waited));
+    }
+    if !phases.is_empty() {
+        voice.line(&memory::by_phase(plan, &phases));
     }
     if stopped {
         voice.line(&format!("\nstopped after step {done} of {total}, as asked: --resume goes on"));

@@ -10,7 +10,7 @@ use burn_upipe::profile::heap;
 use burn_upipe::upipe::AttentionScheme;
 
 use crate::deal::rounds;
-use crate::offload::OffloadPlan;
+use crate::offload::{OffloadPlan, Waited};
 use crate::plan::Plan;
 use crate::values::Precision;
 
@@ -98,12 +98,61 @@ pub(crate) fn line(plan: &Plan) -> String {
     }
 }
 
+/// The planner's phases beside the profiler's: of those, the ones that nothing but a step is around.
+pub(crate) const PHASES: [(&str, &[&str]); 7] = [
+    ("embedding", &["embedding forward"]),
+    ("forward", &["block forward"]),
+    ("loss", &["norm forward", "loss forward"]),
+    ("loss backward", &["loss backward", "norm backward"]),
+    ("backward", &["block backward"]),
+    ("embedding backward", &["embedding backward"]),
+    ("optimizer", &["gradient sum", "clip", "optimizer"]),
+];
+
+/// [`PHASES`] by what was planned and what was counted, for people.
+pub(crate) fn by_phase(plan: &Plan, counted: &[(&'static str, usize)]) -> String {
+    let planned = match memory(&setup(plan)) {
+        Ok(memory) => memory.phases,
+        Err(error) => return format!("\nphases are not planned: {error}"),
+    };
+    let mut text = format!("\n{:<20}{:>12}{:>12}", "memory by phase", "counted", "planned");
+    for (name, counted) in counted {
+        let Some(planned) = planned.iter().find(|phase| phase.name == *name).map(|phase| phase.total()) else {
+            continue;
+        };
+        text += &format!("\n{name:<20}{:>12}{:>12}{}", Bytes(*counted), Bytes(planned), off(planned, *counted));
+    }
+    text
+}
+
+/// What of block inputs was planned to wait, and what has waited, for people.
+pub(crate) fn waited(plan: &Plan, waited: Waited) -> String {
+    let (host, disk) = match memory(&setup(plan)) {
+        Ok(memory) => (memory.host, memory.disk),
+        Err(error) => return format!("what waits is not planned: {error}"),
+    };
+    let one = |counted: usize, planned: usize| {
+        format!("{} counted, {} planned{}", Bytes(counted), Bytes(planned), off(planned, counted))
+    };
+    format!(
+        "block inputs of a rank that waited: in host memory {}; on disk {}",
+        one(waited.host, host),
+        one(waited.disk, disk)
+    )
+}
+
+/// By how much a plan is off.
+fn off(planned: usize, counted: usize) -> String {
+    match counted {
+        0 => String::new(),
+        counted => format!(" ({:+.1} %)", 100.0 * (planned as f64 / counted as f64 - 1.0)),
+    }
+}
+
 /// What was planned beside what was counted, for people.
 pub(crate) fn beside(plan: &Plan, counted: usize) -> String {
     let planned = match planned(plan) {
-        Ok((bytes, _)) => {
-            format!("{} planned ({:+.1} %)", Bytes(bytes), 100.0 * (bytes as f64 / counted as f64 - 1.0))
-        }
+        Ok((bytes, _)) => format!("{} planned{}", Bytes(bytes), off(bytes, counted)),
         Err(error) => format!("not planned: {error}"),
     };
     format!("\nmemory of a rank at its peak: {} counted, {planned}", Bytes(counted))

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn_upipe::offload::{Disk, Offload, OffloadConfig, OffloadError, OffloadPolicy, Place, host_budget};
 use clap::ValueEnum;
@@ -112,6 +113,30 @@ impl OffloadPlan {
         };
         let config = OffloadConfig::new().with_place(self.place).with_policy(policy).with_in_flight(self.in_flight);
         Offload::new(config.with_host_budget(host).with_disk(disk))
+    }
+}
+
+/// The most bytes of block inputs that waited at once, of each the rank that had most.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Waited {
+    /// In host memory.
+    pub host: usize,
+    /// On disk.
+    pub disk: usize,
+}
+
+/// A rank's engine while it trains; what it has held is noted when this is dropped.
+pub(crate) struct Waiting {
+    pub engine: Offload,
+    pub most: Arc<Mutex<Waited>>,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let stats = self.engine.stats();
+        let mut most = self.most.lock().unwrap_or_else(PoisonError::into_inner);
+        most.host = most.host.max(stats.host_bytes_peak);
+        most.disk = most.disk.max(usize::try_from(stats.disk_bytes_peak).unwrap_or(usize::MAX));
     }
 }
 

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn_upipe::profile::{self, Entered, Profiler, RankHeap, Report, Timeline, heap};
 
 use crate::error::{Error, Result};
+use crate::memory::PHASES;
 use crate::plan::Profile;
 
 /// What memory was full of.
@@ -49,8 +50,11 @@ impl Profiling {
         RankProfile { profiler, _entered: entered, whole: self.clone() }
     }
 
-    /// Writes what there is, also of a run that failed.
-    pub(crate) fn end(&self, failure: Option<&(dyn std::error::Error + 'static)>) -> Result<()> {
+    /// Writes what there is, also of a run that failed. The most bytes of each of the planner's phases on the rank that held most.
+    pub(crate) fn end(
+        &self,
+        failure: Option<&(dyn std::error::Error + 'static)>,
+    ) -> Result<Vec<(&'static str, usize)>> {
         let folder = &self.plan.folder;
         if let Some(error) = failure.filter(|error| profile::is_out_of_memory(*error)) {
             let path = folder.join(OUT_OF_MEMORY);
@@ -59,8 +63,22 @@ impl Profiling {
         }
         let ranks = std::mem::take(&mut *self.done.lock().unwrap_or_else(PoisonError::into_inner));
         let report = Report::new(ranks);
-        report.write(folder).map_err(|(path, source)| Error::Write { path, source })
+        report.write(folder).map_err(|(path, source)| Error::Write { path, source })?;
+        Ok(PHASES.iter().filter_map(|(name, kinds)| Some((*name, peak(&report, kinds)?))).collect())
     }
+}
+
+/// Of phases that nothing but a step and its backward pass is around; `None` if there are none.
+fn peak(report: &Report, kinds: &[&str]) -> Option<usize> {
+    let of_rank = |timeline: &Timeline| {
+        let mine = timeline.spans.iter().filter(|span| {
+            let path = timeline.path(span.phase);
+            let mut path = path.iter().map(|phase| &*phase.kind).filter(|kind| !["step", "backward"].contains(kind));
+            span.thread == 0 && path.next().is_some_and(|kind| kinds.contains(&kind)) && path.next().is_none()
+        });
+        mine.map(|span| span.peak as usize).max()
+    };
+    report.ranks().iter().filter_map(of_rank).max()
 }
 
 /// One rank's recording; it is handed over when this is dropped.

@@ -20,6 +20,7 @@ use llama::{Llama, adamw_rule, precision};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::metrics::StepMetrics;
+use crate::offload::{Waited, Waiting};
 use crate::plan::Plan;
 use crate::profile::{Profiling, RankProfile};
 use crate::ranks::{RankResult, computing, micro_batches, number, on_ranks, sum};
@@ -74,7 +75,7 @@ pub enum Event {
 }
 
 /// What training gives.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Trained {
     /// Steps behind the run.
     pub steps: usize,
@@ -87,6 +88,10 @@ pub struct Trained {
     pub weights: Option<Result<PathBuf>>,
     /// The most bytes that one rank held in a step; `None` if nothing counts.
     pub memory: Option<usize>,
+    /// The most block inputs that waited elsewhere; `None` without offload.
+    pub waited: Option<Waited>,
+    /// Of the steps that were profiled the most bytes by the planner's phases, on the rank that held most.
+    pub phases: Vec<(&'static str, usize)>,
     /// The last checkpoint, unless training halted.
     pub checkpoint: Option<std::result::Result<PathBuf, CheckpointError>>,
 }
@@ -112,16 +117,20 @@ pub fn train(
     let (report, saving) = (Mutex::new(report), Arc::new(saving));
     let profiling = plan.profile.as_ref().map(Profiling::begin).transpose()?;
     let ranks = profiling.clone();
+    let waited = Arc::new(Mutex::new(Waited::default()));
+    let most = waited.clone();
     let trained = on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
         let report = |event| (report.lock().unwrap_or_else(PoisonError::into_inner))(event);
         let profile = ranks.as_ref().map(|ranks| ranks.rank(mesh.world().rank()));
-        Rank { plan, mesh, saving: &saving, device: &device, holding: ready.holding.clone(), profile: profile.as_ref() }
+        let holding = ready.holding.clone();
+        Rank { plan, mesh, saving: &saving, device: &device, holding, profile: profile.as_ref(), waited: &most }
             .train(ready, report)
     });
     let failure = trained.as_ref().err().map(|error| error as &(dyn std::error::Error + 'static));
-    let written = profiling.map_or(Ok(()), |profiling| profiling.end(failure));
+    let written = profiling.map_or(Ok(Vec::new()), |profiling| profiling.end(failure));
     let trained = trained?;
-    written.map(|()| trained)
+    let waited = *waited.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(Trained { waited: plan.offload.as_ref().map(|_| waited), phases: written?, ..trained })
 }
 
 /// One rank of a training.
@@ -132,6 +141,7 @@ struct Rank<'a> {
     device: &'a Device,
     holding: Holding,
     profile: Option<&'a RankProfile>,
+    waited: &'a Arc<Mutex<Waited>>,
 }
 
 impl Rank<'_> {
@@ -140,10 +150,15 @@ impl Rank<'_> {
         let first = mesh.world().rank() == 0;
         let mut model = ready.model;
         // On the rank's own thread: what it allocates is the rank's.
-        if let Some(offload) = &plan.offload {
-            let engine = offload.engine(plan.ranks, &self.saving.out).map_err(burn_context_parallel::Error::from)?;
-            model = model.offload(&engine);
-        }
+        let _waiting = match &plan.offload {
+            Some(offload) => {
+                let engine =
+                    offload.engine(plan.ranks, &self.saving.out).map_err(burn_context_parallel::Error::from)?;
+                model = model.offload(&engine);
+                Some(Waiting { engine, most: self.waited.clone() })
+            }
+            None => None,
+        };
         let mut optimizer = ShardedOptimizer::new(adamw_rule(plan.weight_decay as f32), StatePlace::Device);
         let mut done = Done::default();
         if let Some(checkpoint) = &ready.checkpoint {
@@ -221,9 +236,13 @@ impl Rank<'_> {
             }
             let saved = self.checkpoint(&model, &optimizer, done, &report)?;
             if decision == Decision::SaveAndStop {
-                let stopped =
-                    Trained { steps: done.steps, stopped: true, halt: None, weights: None, memory, checkpoint: None };
-                return Ok(Trained { checkpoint: Some(saved), ..stopped });
+                return Ok(Trained {
+                    steps: done.steps,
+                    stopped: true,
+                    memory,
+                    checkpoint: Some(saved),
+                    ..Trained::default()
+                });
             }
         }
         self.profile.inspect(|profile| profile.step(None));
@@ -235,7 +254,7 @@ impl Rank<'_> {
         let weights = save(&model.valid(), plan, &self.saving.out, &self.holding)?;
         done.weights = weights.as_ref().is_some_and(Result::is_ok);
         let checkpoint = self.checkpoint(&model, &optimizer, done, &report)?;
-        Ok(Trained { steps: done.steps, stopped: false, halt: None, weights, memory, checkpoint: Some(checkpoint) })
+        Ok(Trained { steps: done.steps, weights, memory, checkpoint: Some(checkpoint), ..Trained::default() })
     }
 
     /// Saves, and says so. An error is the world's end only if the world has failed.
@@ -286,7 +305,7 @@ impl Rank<'_> {
             None => None,
         };
         let halt = Some(Halt { step, loss, grad_norm, broken: name, kept });
-        Ok(Trained { steps: step - 1, stopped: false, halt, weights, memory: None, checkpoint: None })
+        Ok(Trained { steps: step - 1, halt, weights, ..Trained::default() })
     }
 
     /// The loss of a step, one mean over the targets of all its micro-batches and ranks, and this rank's part of its gradients.

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::TOTAL;
@@ -14,16 +14,29 @@ const RESERVE: usize = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 static LIMIT: AtomicUsize = AtomicUsize::new(usize::MAX);
-static HOOK: Mutex<Option<Hook>> = Mutex::new(None);
+/// Nobody allocates or frees while holding it: whoever reports can wait for it.
+static HOOKS: Mutex<Hooks> = Mutex::new(Hooks { made: 0, armed: None });
+/// Changed with [`HOOKS`] held only, but for ARMED to RUNNING. RUNNING is ended by whoever reports.
 static STATE: AtomicU8 = AtomicU8::new(IDLE);
 
 const IDLE: u8 = 0;
 const ARMED: u8 = 1;
 const RUNNING: u8 = 2;
 
+struct Hooks {
+    /// How many there were, so that a guard knows its own.
+    made: u64,
+    armed: Option<Hook>,
+}
+
 struct Hook {
+    number: u64,
     report: Box<dyn FnOnce(usize) + Send>,
     reserve: Vec<u8>,
+}
+
+fn hooks() -> MutexGuard<'static, Hooks> {
+    HOOKS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 thread_local! {
@@ -45,29 +58,39 @@ pub fn limit(bytes: Option<usize>) {
 /// [`CountingAllocator`](super::CountingAllocator) installed, `report` runs before that, on the thread whose allocation it was; others
 /// that fail meanwhile wait for it. 1 MiB is kept free for it until then. It may allocate, read
 /// [`alive_by_phase`](super::alive_by_phase) and write files; it must not take locks that the failing thread may hold (those of standard
-/// output among them). A panic in it is caught. One report at a time: a second one replaces the first.
+/// output among them). A panic in it is caught. One report at a time: a second one replaces the first, whose guard then ends nothing.
+/// What is armed while another report runs is told of what fails after that.
 ///
 /// A program that can do without an allocation (`Vec::try_reserve`) goes on after the report. A system that overcommits, or a
 /// control group, kills without asking the allocator; then nobody is told.
 pub fn on_out_of_memory(report: impl FnOnce(usize) + Send + 'static) -> Armed {
     // Written to, or the system would not have given it yet.
-    let hook = Hook { report: Box::new(report), reserve: vec![1; RESERVE] };
-    let before = HOOK.lock().unwrap_or_else(PoisonError::into_inner).replace(hook);
+    let (report, reserve) = (Box::new(report), vec![1; RESERVE]);
+    let mut hooks = hooks();
+    hooks.made += 1;
+    let number = hooks.made;
+    let before = hooks.armed.replace(Hook { number, report, reserve });
+    // A report that runs goes on, and sees to it at its end.
+    let _ = STATE.compare_exchange(IDLE, ARMED, Ordering::AcqRel, Ordering::Acquire);
+    drop(hooks);
     drop(before);
-    STATE.store(ARMED, Ordering::Release);
-    Armed(())
+    Armed(number)
 }
 
-/// Ends [`on_out_of_memory`]: nobody is told any more.
+/// Ends [`on_out_of_memory`]: nobody is told any more, unless another report has taken its place.
 #[derive(Debug)]
 #[must_use = "nobody is told once this is dropped"]
-pub struct Armed(());
+pub struct Armed(u64);
 
 impl Drop for Armed {
     fn drop(&mut self) {
-        let _ = STATE.compare_exchange(ARMED, IDLE, Ordering::AcqRel, Ordering::Acquire);
-        let hook = HOOK.lock().unwrap_or_else(PoisonError::into_inner).take();
-        drop(hook);
+        let mut hooks = hooks();
+        let own = hooks.armed.take_if(|hook| hook.number == self.0);
+        if own.is_some() {
+            let _ = STATE.compare_exchange(ARMED, IDLE, Ordering::AcqRel, Ordering::Acquire);
+        }
+        drop(hooks);
+        drop(own);
     }
 }
 
@@ -86,14 +109,15 @@ pub(super) fn failed(bytes: usize) {
     match STATE.compare_exchange(ARMED, RUNNING, Ordering::AcqRel, Ordering::Acquire) {
         Ok(_) => {
             REPORTS.set(true);
-            // Held by whoever arms or disarms it at this very moment, and then by nobody who waits for this thread.
-            let hook = HOOK.try_lock().ok().and_then(|mut hook| hook.take());
-            if let Some(Hook { report, reserve }) = hook {
+            let hook = hooks().armed.take();
+            if let Some(Hook { report, reserve, .. }) = hook {
                 drop(reserve);
                 let _ = catch_unwind(AssertUnwindSafe(|| report(bytes)));
             }
             REPORTS.set(false);
-            STATE.store(IDLE, Ordering::Release);
+            let hooks = hooks();
+            // Another report may have been armed meanwhile.
+            STATE.store(if hooks.armed.is_some() { ARMED } else { IDLE }, Ordering::Release);
         }
         Err(RUNNING) => {
             let begin = Instant::now();

@@ -26,6 +26,7 @@ mod phases;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 pub use limit::{Armed, limit, on_out_of_memory};
@@ -154,19 +155,30 @@ unsafe impl GlobalAlloc for CountingAllocator {
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         let (whole, room) = padded(layout).expect("it was allocated with this layout");
-        let Some(grown) = size.checked_add(room) else { return std::ptr::null_mut() };
+        // As large a one as `alloc` would take, no larger.
+        let grown = Layout::from_size_align(size, layout.align()).ok().and_then(padded);
+        let Some((grown, _)) = grown else { return std::ptr::null_mut() };
         // SAFETY: as in `dealloc`; the room in front moves along, and with it the tags.
         unsafe {
             let [owner, phase] = tags(pointer);
-            let more = size.saturating_sub(layout.size());
-            // Old and new may be alive together while their contents are copied.
-            TOTAL.grow(size);
-            OWNED[owner].grow(size);
-            let moved = match more == 0 || limit::allows(0) {
-                true => System.realloc(pointer.sub(room), whole, grown),
+            let more = size > layout.size();
+            // Old and new may be alive together while their contents are copied. The system makes smaller in place, but for what is
+            // aligned beyond what it always does.
+            let both = more || room > 16;
+            if both {
+                TOTAL.grow(size);
+                OWNED[owner].grow(size);
+            }
+            let moved = match !more || limit::allows(0) {
+                true => System.realloc(pointer.sub(room), whole, grown.size()),
                 false => std::ptr::null_mut(),
             };
-            let freed = if moved.is_null() { size } else { layout.size() };
+            let freed = match (both, moved.is_null()) {
+                (true, true) => size,
+                (true, false) => layout.size(),
+                (false, true) => 0,
+                (false, false) => layout.size() - size,
+            };
             TOTAL.shrink(freed);
             OWNED[owner].shrink(freed);
             if moved.is_null() {
@@ -209,12 +221,18 @@ pub fn peak_of<T>(f: impl FnOnce() -> T) -> (T, usize) {
 /// Counts what this thread allocates from now on for `rank` as well, until the guard is dropped. Threads that it starts
 /// are their own; ranks from `OWNERS - 1` on share the last count.
 pub fn own(rank: usize) -> Owned {
-    Owned(OWNER.replace((rank + 1).min(OWNERS - 1)))
+    Owned::new(Owner::rank(rank).0)
 }
 
 /// Whom a thread allocates for, to be handed to threads that work for it: [`inherit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner(usize);
+
+impl Owner {
+    pub(crate) fn rank(rank: usize) -> Self {
+        Self((rank + 1).min(OWNERS - 1))
+    }
+}
 
 /// Whom this thread allocates for.
 pub fn owner() -> Owner {
@@ -223,34 +241,48 @@ pub fn owner() -> Owner {
 
 /// Counts what this thread allocates from now on for `owner`, until the guard is dropped.
 pub fn inherit(owner: Owner) -> Owned {
-    Owned(OWNER.replace(owner.0))
+    Owned::new(owner.0)
 }
 
-/// Ends [`own`] and [`inherit`].
+/// Ends [`own`] and [`inherit`], on the thread that has called them:
+///
+/// ```compile_fail,E0277
+/// let owned = burn_upipe::profile::heap::own(0);
+/// std::thread::spawn(move || drop(owned));
+/// ```
 #[derive(Debug)]
 #[must_use = "counting for the rank ends when this is dropped"]
-pub struct Owned(usize);
+pub struct Owned {
+    before: usize,
+    here: PhantomData<*const ()>,
+}
+
+impl Owned {
+    fn new(owner: usize) -> Self {
+        Self { before: OWNER.replace(owner), here: PhantomData }
+    }
+}
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        OWNER.set(self.0);
+        OWNER.set(self.before);
     }
 }
 
 /// Heap bytes alive now that `rank`'s threads have allocated.
 pub fn in_use_by(rank: usize) -> usize {
-    OWNED[(rank + 1).min(OWNERS - 1)].in_use.load(Relaxed)
+    OWNED[Owner::rank(rank).0].in_use.load(Relaxed)
 }
 
 /// The most heap bytes alive at once that `rank`'s threads have allocated.
 pub fn peak_by(rank: usize) -> usize {
-    OWNED[(rank + 1).min(OWNERS - 1)].peak.load(Relaxed)
+    OWNED[Owner::rank(rank).0].peak.load(Relaxed)
 }
 
 /// The most heap bytes alive at once of `rank` since this was last asked for it. For one asker: the
 /// [`Profiler`](super::Profiler). Resetting [`peak_by`] does not change it, nor the other way round.
 pub fn take_peak_by(rank: usize) -> usize {
-    let count = &OWNED[(rank + 1).min(OWNERS - 1)];
+    let count = &OWNED[Owner::rank(rank).0];
     let peak = count.lately.swap(count.in_use.load(Relaxed), Relaxed);
     // Of what another thread of the rank has allocated in between.
     count.lately.fetch_max(count.in_use.load(Relaxed), Relaxed);
@@ -259,10 +291,10 @@ pub fn take_peak_by(rank: usize) -> usize {
 
 /// Nobody's allocations until the guard is dropped, in no phase: those of whoever measures.
 pub(crate) fn unowned() -> (Owned, InPhase) {
-    (Owned(OWNER.replace(0)), phases::none())
+    (Owned::new(0), phases::none())
 }
 
 /// Without a guard: whose this thread's allocations are.
-pub(crate) fn set_owner(rank: Option<usize>) {
-    OWNER.set(rank.map_or(0, |rank| (rank + 1).min(OWNERS - 1)));
+pub(crate) fn set_owner(owner: Owner) {
+    OWNER.set(owner.0);
 }

@@ -1,6 +1,7 @@
 //! In which phase an allocation was made, and how much of each is alive.
 
 use std::cell::Cell;
+use std::marker::PhantomData;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -81,11 +82,11 @@ impl Phase {
 
 /// What this thread allocates from now on is of that phase, until the guard is dropped.
 pub fn phase(phase: Phase) -> InPhase {
-    InPhase(PHASE.replace(phase.0))
+    InPhase::new(phase.0)
 }
 
 pub(crate) fn none() -> InPhase {
-    InPhase(PHASE.replace(0))
+    InPhase::new(0)
 }
 
 /// Without a guard: the phase of this thread.
@@ -97,14 +98,30 @@ pub(crate) fn set(phase: Phase) {
     PHASE.set(phase.0);
 }
 
-/// Ends [`phase`].
+/// Ends [`phase`], on the thread that has called it:
+///
+/// ```compile_fail,E0277
+/// use burn_upipe::profile::heap::{self, Phase};
+///
+/// let phase = heap::phase(Phase::new(None, "reading"));
+/// std::thread::spawn(move || drop(phase));
+/// ```
 #[derive(Debug)]
 #[must_use = "the phase ends when this is dropped"]
-pub struct InPhase(usize);
+pub struct InPhase {
+    before: usize,
+    here: PhantomData<*const ()>,
+}
+
+impl InPhase {
+    fn new(phase: usize) -> Self {
+        Self { before: PHASE.replace(phase), here: PhantomData }
+    }
+}
 
 impl Drop for InPhase {
     fn drop(&mut self) {
-        PHASE.set(self.0);
+        PHASE.set(self.before);
     }
 }
 

@@ -14,6 +14,8 @@ const LOOKS: usize = 180;
 /// Levels of phases that are drawn, and the height of each.
 const LEVELS: usize = 5;
 const LEVEL: f64 = 12.0;
+/// How wide a letter on a bar is, at the most; bars without room for their name have none.
+const LETTER: f64 = 5.6;
 /// Narrower bars are not drawn.
 const NARROWEST: f64 = 0.5;
 
@@ -255,4 +257,13 @@ fn bar(page: &mut String, timeline: &Timeline, span: &Span, clock: &Clock, group
         groups.colour(&timeline.groups[phase.group]),
         escape(&title)
     );
+    if LETTER * (phase.label.chars().count() + 1) as f64 <= to - from {
+        let _ = writeln!(
+            page,
+            "<text class=\"name\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
+            from + 0.5 * LETTER,
+            top + LEVEL * span.depth as f64 + LEVEL - 3.0,
+            escape(&phase.label)
+        );
+    }
 }

@@ -6,6 +6,7 @@ mod chart;
 use std::fmt::Write;
 
 use super::report::{Report, bytes};
+use super::timeline::Timeline;
 use axis::{Clock, Scale};
 
 /// Ranks that are drawn: those with the largest peaks.
@@ -26,12 +27,14 @@ body { margin: 24px; background: var(--paper); color: var(--ink); font: 14px/1.4
 h1 { font-size: 18px; } h2 { font-size: 15px; margin: 20px 0 4px; }
 ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 4px 18px; }
 li span { display: inline-block; width: 12px; height: 12px; margin-right: 6px; border-radius: 2px; }
-svg { width: 100%; max-width: 1200px; height: auto; display: block; }
+svg { width: 100%; min-width: 860px; max-width: 1200px; height: auto; display: block; }
 text { fill: var(--ink); font-size: 11px; } .grid { stroke: var(--line); stroke-width: 1; }
 .peak { fill: none; stroke: var(--ink); stroke-width: 1; } .look { fill: transparent; } .look:hover { fill: var(--ink); fill-opacity: .12; }
-.passing { fill-opacity: .4; } .bar { stroke: var(--paper); stroke-width: .4; }";
+.passing { fill-opacity: .4; } .bar { stroke: var(--paper); stroke-width: .4; }
+.name { fill: #14171a; font-size: 9px; pointer-events: none; }";
 
-/// What allocations are told apart by, over all ranks, in the order in which they came.
+/// What allocations are told apart by, over all ranks: what always holds something first, since it carries what comes and goes; then in
+/// the order in which they came.
 struct Groups(Vec<String>);
 
 impl Groups {
@@ -51,6 +54,7 @@ pub(super) fn page(report: &Report) -> String {
             names.push(name.clone());
         }
     }
+    names.sort_by_key(|name| std::cmp::Reverse(always(report, name)));
     let groups = Groups(names);
     let highest = |at: usize| report.ranks[at].samples.iter().map(|sample| sample.peak).max().unwrap_or(0);
     let mut drawn: Vec<usize> = (0..report.ranks.len()).collect();
@@ -90,6 +94,15 @@ pub(super) fn page(report: &Report) -> String {
         );
     }
     page + "</body>\n</html>\n"
+}
+
+/// What of a group is alive at every moment on some rank.
+fn always(report: &Report, name: &str) -> u64 {
+    let on_rank = |timeline: &Timeline| {
+        let at = timeline.groups.iter().position(|known| known == name)?;
+        timeline.samples.iter().map(|sample| sample.alive.get(at).copied().unwrap_or(0)).min()
+    };
+    report.ranks.iter().filter_map(on_rank).max().unwrap_or(0)
 }
 
 fn escape(text: &str) -> String {
