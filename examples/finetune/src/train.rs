@@ -14,6 +14,7 @@ use burn_context_parallel::phase;
 use burn_upipe::learner::checkpoint::CheckpointError;
 use burn_upipe::learner::stop::Decision;
 use burn_upipe::learner::training::{Holding, restore};
+use burn_upipe::offload::{Offload, OffloadConfig};
 use burn_upipe::profile::heap;
 use llama::{Llama, adamw_rule, precision};
 
@@ -112,11 +113,12 @@ pub fn train(
     let (report, saving) = (Mutex::new(report), Arc::new(saving));
     let profiling = plan.profile.as_ref().map(Profiling::begin).transpose()?;
     let ranks = profiling.clone();
+    let offload = plan.offload.as_ref().map(|offload| offload.of_ranks(plan.ranks, &saving.out));
     let trained = on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
         let report = |event| (report.lock().unwrap_or_else(PoisonError::into_inner))(event);
         let profile = ranks.as_ref().map(|ranks| ranks.rank(mesh.world().rank()));
-        Rank { plan, mesh, saving: &saving, device: &device, holding: ready.holding.clone(), profile: profile.as_ref() }
-            .train(ready, report)
+        let (holding, profile, offload) = (ready.holding.clone(), profile.as_ref(), offload.as_ref());
+        Rank { plan, mesh, saving: &saving, device: &device, holding, profile, offload }.train(ready, report)
     });
     let failure = trained.as_ref().err().map(|error| error as &(dyn std::error::Error + 'static));
     let written = profiling.map_or(Ok(()), |profiling| profiling.end(failure));
@@ -132,6 +134,7 @@ struct Rank<'a> {
     device: &'a Device,
     holding: Holding,
     profile: Option<&'a RankProfile>,
+    offload: Option<&'a OffloadConfig>,
 }
 
 impl Rank<'_> {
@@ -140,8 +143,8 @@ impl Rank<'_> {
         let first = mesh.world().rank() == 0;
         let mut model = ready.model;
         // On the rank's own thread: what it allocates is the rank's.
-        if let Some(offload) = &plan.offload {
-            let engine = offload.engine(plan.ranks, &self.saving.out).map_err(burn_context_parallel::Error::from)?;
+        if let Some(offload) = self.offload {
+            let engine = Offload::new(offload.clone()).map_err(burn_context_parallel::Error::from)?;
             model = model.offload(&engine);
         }
         let mut optimizer = ShardedOptimizer::new(adamw_rule(plan.weight_decay as f32), StatePlace::Device);
