@@ -66,66 +66,87 @@ where
         }
         return joined.finish();
     }
+    let dtypes: Vec<DType> = leaves.iter().map(|leaf| leaf.tensor.dtype()).collect();
+    let forward = move |(shards, unit, tiles, f): &(M, Unit, Vec<usize>, F), x: Tensor<D>, tracked: bool| {
+        let module = unit.gather(shards).or_raise();
+        let mut witness = None;
+        let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
+        for (i, start, len) in starts(tiles) {
+            let y = f(&module, tile(x.clone(), dim, start, len), i);
+            if y.is_autodiff() {
+                raise(captured(name));
+            }
+            if tracked && i == 0 {
+                witness = Some(Witness::of(&y));
+            }
+            joined.add(y, start, len);
+        }
+        (joined.finish(), witness)
+    };
+    let backward = move |(shards, unit, tiles, f): (M, Unit, Vec<usize>, F), saved: Waiting<D>, dy: Tensor<E>| {
+        let (mut total, mut whole_dy) = (Total::default(), Some(dy));
+        let whole = tiles.iter().sum();
+        // Before the weights are waited for: what comes next may come meanwhile.
+        let x = saved.kept.get().or_raise();
+        let module = unit.gather(&shards).or_raise();
+        for (i, start, len) in starts(&tiles) {
+            let x = tile(x.clone(), dim, start, len).autodiff().require_grad();
+            let module = module.clone().train();
+            let y = {
+                let _phase = phase::enter("recompute", None);
+                f(&module, x.clone(), i)
+            };
+            if i == 0 {
+                saved.witness.check(name, &y);
+            }
+            // The last tile takes it along: it is freed where it is used up, and not when all is done.
+            let last = start + len == whole;
+            let part = if last { whole_dy.take() } else { whole_dy.clone() }.expect("taken by the last tile");
+            let dy = match join {
+                Join::Concat => tile(part, dim, start, len),
+                Join::Sum => part,
+            };
+            let mut gradients = pullback(y, dy);
+            total.add_input(x.grad_remove(&mut gradients), x.dims(), dim, start, whole);
+            total.add_parameters(&module, &mut gradients);
+        }
+        // Freed before gradients are copied for their way.
+        drop((module, x, saved));
+        total.into_gradients(&dtypes, &unit)
+    };
+    two_passes(leaves, x, offload, (module.valid(), unit, tiles, f), forward, backward)
+}
+
+/// What a backward pass begins from.
+pub(crate) struct Waiting<const D: usize> {
+    pub kept: Kept<D>,
+    pub witness: Witness,
+}
+
+/// The order of all that is recomputed: `x` is kept before anything is computed, so that it leaves meanwhile; a forward pass that
+/// fails leaves nothing behind; the backward pass runs in the sequence context of the forward one.
+///
+/// Both passes work on `parts`. `forward` is told whether there will be a backward pass, and has a witness if so.
+pub(crate) fn two_passes<T: Send + 'static, const D: usize, const E: usize>(
+    leaves: Vec<Leaf>,
+    x: Tensor<D>,
+    offload: Option<&Offload>,
+    parts: T,
+    forward: impl FnOnce(&T, Tensor<D>, bool) -> (Tensor<E>, Option<Witness>),
+    backward: impl FnOnce(T, Waiting<D>, Tensor<E>) -> InputGradients + Send + 'static,
+) -> Tensor<E> {
     let context = current();
-    // Without a backward pass nothing waits for one.
+    // Without a gradient there is no backward pass, and nothing waits for it.
     let tracked = x.is_tracked() || leaves.iter().any(|leaf| leaf.tracked);
     let offload = offload.filter(|_| tracked);
-    let dtypes: Vec<DType> = leaves.iter().map(|leaf| leaf.tensor.dtype()).collect();
     let inputs = Inputs::new().input(&x).leaves(leaves.into_iter().map(|leaf| leaf.tensor));
-    let (x, shards) = (x.inner(), module.valid());
-    // Copied while the module computes.
+    let x = x.inner();
     let given_up = OrGiveUp(offload);
     let kept = tracked.then(|| Kept::new(&x, offload).or_raise());
-    let module = unit.gather(&shards).or_raise();
-    let mut witness = None;
-    let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
-    for (i, start, len) in starts(&tiles) {
-        let y = f(&module, tile(x.clone(), dim, start, len), i);
-        if y.is_autodiff() {
-            raise(captured(name));
-        }
-        if tracked && i == 0 {
-            witness = Some(Witness::of(&y));
-        }
-        joined.add(y, start, len);
-    }
-    let y = joined.finish();
-    drop((module, x, given_up));
+    let (y, witness) = forward(&parts, x, tracked);
+    drop(given_up);
     let Some((kept, witness)) = kept.zip(witness) else { return custom_vjp(inputs, y, |_| Vec::new()) };
-
-    custom_vjp(inputs, y, move |dy: Tensor<E>| {
-        scope(context, || {
-            let (mut total, mut whole_dy) = (Total::default(), Some(dy));
-            let whole = tiles.iter().sum();
-            // Before the weights are waited for: what comes next may come meanwhile.
-            let x = kept.get().or_raise();
-            let module = unit.gather(&shards).or_raise();
-            for (i, start, len) in starts(&tiles) {
-                let x = tile(x.clone(), dim, start, len).autodiff().require_grad();
-                let module = module.clone().train();
-                let y = {
-                    let _phase = phase::enter("recompute", None);
-                    f(&module, x.clone(), i)
-                };
-                if i == 0 {
-                    witness.check(name, &y);
-                }
-                // The last tile takes it along: it is freed where it is used up, and not when all is done.
-                let last = start + len == whole;
-                let part = if last { whole_dy.take() } else { whole_dy.clone() }.expect("taken by the last tile");
-                let dy = match join {
-                    Join::Concat => tile(part, dim, start, len),
-                    Join::Sum => part,
-                };
-                let mut gradients = pullback(y, dy);
-                total.add_input(x.grad_remove(&mut gradients), x.dims(), dim, start, whole);
-                total.add_parameters(&module, &mut gradients);
-            }
-            // Freed before gradients are copied for their way.
-            drop((module, x, kept));
-            total.into_gradients(&dtypes, &unit)
-        })
-    })
+    custom_vjp(inputs, y, move |dy| scope(context, || backward(parts, Waiting { kept, witness }, dy)))
 }
 
 /// The equal cut of `len` into `count` tiles: lengths that differ by one at most.

@@ -14,14 +14,13 @@
 use burn::backend::TensorMetadata;
 use burn::module::Module;
 use burn::tensor::{DType, Tensor};
-use burn_context_parallel::attention::{current, scope};
 use burn_context_parallel::fsdp::Unit;
 use burn_context_parallel::phase::{self, Pass};
-use burn_context_parallel::vjp::{InputGradients, Inputs, custom_vjp, pullback};
+use burn_context_parallel::vjp::{InputGradients, pullback};
 use burn_context_parallel::{OrRaise, raise};
 
-use crate::offload::{Kept, Offload, OrGiveUp};
-use crate::recompute::{Total, Witness, captured, leaves};
+use crate::offload::Offload;
+use crate::recompute::{Total, Waiting, Witness, captured, leaves, two_passes};
 
 const NAME: &str = "checkpoint::forward_group";
 
@@ -83,70 +82,59 @@ where
             f(&unit.gather(*block).or_raise(), x)
         });
     }
-    let context = current();
-    // Without a backward pass nothing waits for one.
-    let tracked = x.is_tracked() || of_blocks.iter().flatten().any(|leaf| leaf.tracked);
-    let offload = offload.filter(|_| tracked);
-    let dtypes: Vec<Vec<DType>> =
-        of_blocks.iter().map(|leaves| leaves.iter().map(|leaf| leaf.tensor.dtype()).collect()).collect();
-    let inputs = Inputs::new().input(&x).leaves(of_blocks.into_iter().flatten().map(|leaf| leaf.tensor));
-    let x = x.inner();
-    let given_up = OrGiveUp(offload);
-    let kept = tracked.then(|| Kept::new(&x, offload).or_raise());
-    let shards: Vec<(M, Unit, Vec<DType>)> = blocks
-        .into_iter()
-        .zip(units)
-        .zip(dtypes)
-        .map(|((block, unit), dtypes)| (block.clone().valid(), unit, dtypes))
-        .collect();
-    let mut y = x;
-    for (at, (block, unit, _)) in shards.iter().enumerate() {
-        let _phase = block_phase(at, Pass::Forward);
-        y = f(&unit.gather(block).or_raise(), y);
-        if y.is_autodiff() {
-            raise(captured(NAME));
+    let dtypes = of_blocks.iter().map(|leaves| leaves.iter().map(|leaf| leaf.tensor.dtype()).collect::<Vec<DType>>());
+    let shards = blocks.into_iter().zip(units).zip(dtypes);
+    let shards = shards.map(|((block, unit), dtypes)| (block.clone().valid(), unit, dtypes)).collect();
+    let forward = move |(shards, f): &Parts<M, F>, x: Tensor<D>, tracked: bool| {
+        let mut y = x;
+        for (at, (block, unit, _)) in shards.iter().enumerate() {
+            let _phase = block_phase(at, Pass::Forward);
+            y = f(&unit.gather(block).or_raise(), y);
+            if y.is_autodiff() {
+                raise(captured(NAME));
+            }
         }
-    }
-    let Some(kept) = kept else { return custom_vjp(inputs, y, |_| Vec::new()) };
-    let witness = Witness::of(&y);
-    drop(given_up);
-
-    custom_vjp(inputs, y, move |dy: Tensor<D>| {
-        scope(context, || {
-            let mut x = None;
-            let mut tapes = Vec::with_capacity(shards.len());
-            for (at, (block, unit, dtypes)) in shards.into_iter().enumerate() {
-                let _phase = block_phase(at, Pass::Backward);
-                let input = x.take().map_or_else(|| kept.get().or_raise(), |x: Tensor<D>| x);
-                let module = unit.gather(&block).or_raise().train();
-                let from = input.autodiff().require_grad();
-                let to = {
-                    let _phase = phase::enter("recompute", None);
-                    f(&module, from.clone())
-                };
-                x = Some(to.clone().inner());
-                tapes.push((module, unit, dtypes, from, to));
+        let witness = tracked.then(|| Witness::of(&y));
+        (y, witness)
+    };
+    let backward = move |(shards, f): Parts<M, F>, saved: Waiting<D>, dy: Tensor<D>| {
+        let mut x = None;
+        let mut tapes = Vec::with_capacity(shards.len());
+        for (at, (block, unit, dtypes)) in shards.into_iter().enumerate() {
+            let _phase = block_phase(at, Pass::Backward);
+            let input = x.take().map_or_else(|| saved.kept.get().or_raise(), |x: Tensor<D>| x);
+            let module = unit.gather(&block).or_raise().train();
+            let from = input.autodiff().require_grad();
+            let to = {
+                let _phase = phase::enter("recompute", None);
+                f(&module, from.clone())
+            };
+            x = Some(to.clone().inner());
+            tapes.push((module, unit, dtypes, from, to));
+        }
+        drop(x);
+        if let Some((.., y)) = tapes.last() {
+            saved.witness.check(NAME, y);
+        }
+        let mut dy = Some(dy);
+        let mut parameters: Vec<InputGradients> = Vec::with_capacity(tapes.len());
+        while let Some((module, unit, dtypes, from, to)) = tapes.pop() {
+            let _phase = block_phase(tapes.len(), Pass::Backward);
+            let mut total = Total::default();
+            // Without a gradient nothing before it has one; sharded blocks reduce all the same, as on other ranks.
+            if let Some(of_output) = dy.take() {
+                let mut gradients = pullback(to, of_output);
+                dy = from.grad_remove(&mut gradients);
+                total.add_parameters(&module, &mut gradients);
             }
-            drop(x);
-            if let Some((.., y)) = tapes.last() {
-                witness.check(NAME, y);
-            }
-            let mut dy = Some(dy);
-            let mut parameters: Vec<InputGradients> = Vec::with_capacity(tapes.len());
-            while let Some((module, unit, dtypes, from, to)) = tapes.pop() {
-                let _phase = block_phase(tapes.len(), Pass::Backward);
-                let mut total = Total::default();
-                // Without a gradient nothing before it has one; sharded blocks reduce all the same, as on other ranks.
-                if let Some(of_output) = dy.take() {
-                    let mut gradients = pullback(to, of_output);
-                    dy = from.grad_remove(&mut gradients);
-                    total.add_parameters(&module, &mut gradients);
-                }
-                drop((module, from));
-                parameters.push(total.into_parameters(&dtypes, &unit));
-            }
-            drop(kept);
-            std::iter::once(dy.map(Tensor::into_dispatch)).chain(parameters.into_iter().rev().flatten()).collect()
-        })
-    })
+            drop((module, from));
+            parameters.push(total.into_parameters(&dtypes, &unit));
+        }
+        drop(saved);
+        std::iter::once(dy.map(Tensor::into_dispatch)).chain(parameters.into_iter().rev().flatten()).collect()
+    };
+    two_passes(of_blocks.into_iter().flatten().collect(), x, offload, (shards, f), forward, backward)
 }
+
+/// Each block as it is held, with the types of its parameters; and what is computed with it.
+type Parts<M, F> = (Vec<(M, Unit, Vec<DType>)>, F);
