@@ -1,6 +1,9 @@
 //! Offload changes where tensors wait, and not one bit of what comes out: gradients with any policy, place and number in flight are
 //! those without, in every scheme, over ranks, shards, micro-batches and types.
 
+#[path = "../burn-upipe/tests/offload/mod.rs"]
+mod offload;
+
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, TensorData};
@@ -12,6 +15,7 @@ use burn_context_parallel::sequence::Batch;
 use burn_upipe::offload::{Disk, Offload, OffloadConfig, OffloadPolicy, Place, saved_bytes};
 use burn_upipe::upipe::AttentionScheme;
 use llama::{Llama, LlamaConfig, ParallelConfig, named_gradients, precision};
+use offload::Late;
 use rstest::rstest;
 use tests::on_ranks;
 
@@ -31,6 +35,8 @@ struct Case {
     fsdp: Option<FsdpConfig>,
     dtype: DType,
     micro_batches: usize,
+    /// Copies end late, and not in order.
+    late: bool,
 }
 
 impl Case {
@@ -38,7 +44,7 @@ impl Case {
         let tiles =
             ParallelConfig { mlp_tile: Some(5), norm_tile: Some(4), loss_tile: Some(3), ..ParallelConfig::all() };
         let parallel = ParallelConfig { attention, ..tiles };
-        Self { ranks, parallel, fsdp: None, dtype: DType::F32, micro_batches: 1 }
+        Self { ranks, parallel, fsdp: None, dtype: DType::F32, micro_batches: 1, late: false }
     }
 
     /// All ranks' losses and gradients, bit by bit.
@@ -56,7 +62,8 @@ impl Case {
         if let Some(fsdp) = &fsdp {
             model = fsdp.shard(model)?;
         }
-        let engine = offload.map(Offload::new).transpose()?;
+        let engine = |config| if self.late { Offload::with_queue(config, Late::new()) } else { Offload::new(config) };
+        let engine = offload.map(engine).transpose()?;
         if let Some(engine) = &engine {
             model = model.offload(engine);
         }
@@ -125,6 +132,17 @@ fn gradients_are_the_same_bits(
 ) {
     let config = OffloadConfig::new().with_policy(policy).with_place(place).with_in_flight(in_flight);
     Case::new(ranks, scheme).is_the_same_with(config.with_disk(disk(None)));
+}
+
+/// A copy that is not waited for where it must be is a wrong gradient once in a while (torchtune#1867): many steps, with copies that are
+/// late, each by another time.
+#[rstest]
+fn late_copies_change_nothing(#[values(1, 2, 4)] in_flight: usize, #[values(1, 2)] blocks_per_checkpoint: usize) {
+    let mut case = Case { late: true, micro_batches: 10, ..Case::new(2, AttentionScheme::default()) };
+    case.parallel.blocks_per_checkpoint = blocks_per_checkpoint;
+    for place in [Place::Host, Place::Disk] {
+        case.is_the_same_with(OffloadConfig::new().with_in_flight(in_flight).with_place(place).with_disk(disk(None)));
+    }
 }
 
 /// None, half of the inputs, with and without a disk that takes the rest, or a part of it.

@@ -280,11 +280,10 @@ fn others() -> Vec<(String, Setup)> {
         ("every 3rd", OffloadPlan { every: 3, ..host }),
         ("three stay", OffloadPlan { keep: 3 * input(1), ..host }),
         ("two and a half stay", OffloadPlan { keep: 5 * input(1) / 2, ..host }),
-        ("host for three, disk for two", OffloadPlan {
-            host_budget: Some(3 * input(1)),
-            disk_budget: Some(2 * input(1)),
-            ..host
-        }),
+        (
+            "host for three, disk for two",
+            OffloadPlan { host_budget: Some(3 * input(1)), disk_budget: Some(2 * input(1)), ..host },
+        ),
         ("host for three", OffloadPlan { host_budget: Some(3 * input(1)), ..host }),
         ("no room", OffloadPlan { host_budget: Some(0), ..host }),
         ("disk for four", OffloadPlan { disk_budget: Some(4 * input(1)), ..OffloadPlan::to(WaitingPlace::Disk) }),

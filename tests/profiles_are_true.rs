@@ -18,8 +18,9 @@ use burn_context_parallel::fsdp::{Fsdp, FsdpConfig};
 use burn_context_parallel::group::{Axis, Mesh, MeshShape, Operation, ProcessGroup, ReduceOp, Traffic, launch};
 use burn_context_parallel::phase;
 use burn_context_parallel::sequence::Batch;
+use burn_upipe::offload::{Offload, OffloadConfig, saved_bytes};
 use burn_upipe::profile::heap::{self, CountingAllocator};
-use burn_upipe::profile::{Memory, MemorySource, PhaseStats, Profiler, RankHeap, Report, ResidentSet, Timeline};
+use burn_upipe::profile::{Memory, MemorySource, PhaseStats, Profiler, RankHeap, Report, ResidentSet, Span, Timeline};
 use burn_upipe::upipe::AttentionScheme;
 use llama::{Llama, LlamaConfig, ParallelConfig};
 use tests::filled;
@@ -434,6 +435,17 @@ struct Outcome {
     timeline: Option<Timeline>,
     traffic: Traffic,
     bits: Vec<u8>,
+    /// Bytes that left the device in the steps.
+    left: usize,
+}
+
+/// What a step does beside its computation.
+#[derive(Clone, Copy, Debug, Default)]
+struct Setting {
+    /// How many blocks; `None` is no checkpoint.
+    checkpoint: Option<usize>,
+    fsdp: bool,
+    offload: bool,
 }
 
 const BLOCKS: usize = 3;
@@ -453,15 +465,16 @@ impl ModuleVisitor for Bits<'_> {
 }
 
 /// Two steps' losses and gradients of a real model on two ranks.
-fn step(checkpoint: bool, fsdp: bool, profiled: bool) -> Vec<Outcome> {
+fn step(setting: Setting, profiled: bool) -> Vec<Outcome> {
     launch(2, move |world: ProcessGroup| {
+        let Setting { checkpoint, fsdp, offload } = setting;
         let me = world.rank();
         let device = Device::flex().autodiff();
         let config = LlamaConfig::new(32, 16, 24, BLOCKS, 4, 2);
         let parallel = ParallelConfig {
             attention: AttentionScheme::UPipe { heads_per_stage: Some(2) },
-            checkpoint,
-            blocks_per_checkpoint: 1,
+            checkpoint: checkpoint.is_some(),
+            blocks_per_checkpoint: checkpoint.unwrap_or(1),
             mlp_tile: Some(3),
             norm_tile: None,
             loss_tile: Some(3),
@@ -476,6 +489,12 @@ fn step(checkpoint: bool, fsdp: bool, profiled: bool) -> Vec<Outcome> {
             Some(fsdp) => fsdp.shard(model)?,
             None => model.fork(&device),
         };
+        let engine = offload.then(|| Offload::new(OffloadConfig::new())).transpose()?;
+        let model = match &engine {
+            Some(engine) => model.offload(engine),
+            None => model,
+        };
+        let mut left = 0;
         let profiler = profiled.then(|| Profiler::new(me, RankHeap::new(me)));
         let _on = profiler.as_ref().map(|profiler| {
             profiler.record(true);
@@ -492,6 +511,13 @@ fn step(checkpoint: bool, fsdp: bool, profiled: bool) -> Vec<Outcome> {
             }
             let loss = model.loss(&shard, mesh.axis(Axis::Ulysses))?.mean;
             bits.extend_from_slice(loss.clone().inner().into_data().as_bytes());
+            if let Some(engine) = &engine {
+                // All have left, so that all come back.
+                while engine.stats().in_flight > 0 {
+                    thread::yield_now();
+                }
+                left += engine.stats().host_bytes;
+            }
             let grads = {
                 let _backward = phase::enter("backward", None);
                 GradientsParams::from_grads(loss.backward(), &model)
@@ -505,44 +531,50 @@ fn step(checkpoint: bool, fsdp: bool, profiled: bool) -> Vec<Outcome> {
         }
         drop(fsdp);
         let timeline = profiler.map(|profiler| profiler.finish());
-        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(Outcome { timeline, traffic: world.traffic(), bits })
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(Outcome { timeline, traffic: world.traffic(), bits, left })
     })
     .unwrap()
 }
 
 #[test]
 fn a_real_step_has_every_block_in_both_directions_and_is_the_same_as_without() {
-    for (checkpoint, fsdp) in [(true, false), (false, false), (true, true)] {
-        let plain = step(checkpoint, fsdp, false);
-        for (plain, again) in plain.iter().zip(step(checkpoint, fsdp, false)) {
+    let settings = [
+        Setting { checkpoint: Some(1), ..Setting::default() },
+        Setting::default(),
+        Setting { checkpoint: Some(1), fsdp: true, ..Setting::default() },
+        Setting { checkpoint: Some(2), offload: true, ..Setting::default() },
+        Setting { checkpoint: Some(BLOCKS), fsdp: true, ..Setting::default() },
+        Setting { checkpoint: Some(1), fsdp: true, offload: true },
+    ];
+    for setting in settings {
+        let plain = step(setting, false);
+        for (plain, again) in plain.iter().zip(step(setting, false)) {
             let differs = plain.bits.iter().zip(&again.bits).position(|(a, b)| a != b);
-            assert_eq!(
-                differs,
-                None,
-                "checkpoint {checkpoint}, fsdp {fsdp}: not the same twice, of {}",
-                plain.bits.len()
-            );
+            assert_eq!(differs, None, "{setting:?}: not the same twice, of {}", plain.bits.len());
         }
-        let profiled = step(checkpoint, fsdp, true);
+        let profiled = step(setting, true);
         for (plain, profiled) in plain.iter().zip(&profiled) {
             assert!(!plain.bits.is_empty());
             let differs = plain.bits.iter().zip(&profiled.bits).position(|(a, b)| a != b);
-            assert_eq!(differs, None, "checkpoint {checkpoint}, fsdp {fsdp}: other bits, of {}", plain.bits.len());
+            assert_eq!(differs, None, "{setting:?}: other bits, of {}", plain.bits.len());
             assert_eq!(plain.bits.len(), profiled.bits.len());
             assert_eq!(plain.traffic, profiled.traffic);
             assert_traffic(profiled.timeline.as_ref().unwrap(), &profiled.traffic);
+            assert_copies(profiled.timeline.as_ref().unwrap(), setting, profiled.left);
         }
         let report = Report::new(profiled.into_iter().filter_map(|outcome| outcome.timeline));
         let numbered = report.numbered();
         for block in 0..BLOCKS {
-            for pass in ["forward", "backward"] {
-                assert_eq!(named(&numbered, &format!("block {block} {pass}")).count, 2, "{report}");
-            }
+            // In a group a block is computed again first, and pulled back when those behind it have been.
+            let in_group = setting.checkpoint.is_some_and(|blocks| blocks > 1 && block / blocks * blocks + 1 < BLOCKS);
+            assert_eq!(named(&numbered, &format!("block {block} forward")).count, 2, "{report}");
+            let backward = if in_group { 4 } else { 2 };
+            assert_eq!(named(&numbered, &format!("block {block} backward")).count, backward, "{report}");
         }
         for stage in 0..2 {
             for pass in ["forward", "backward"] {
                 // Again in each backward pass, where blocks are recomputed.
-                let again = if checkpoint && pass == "forward" { 2 } else { 1 };
+                let again = if setting.checkpoint.is_some() && pass == "forward" { 2 } else { 1 };
                 assert_eq!(named(&numbered, &format!("stage {stage} {pass}")).count, 2 * BLOCKS * again);
             }
         }
@@ -552,10 +584,11 @@ fn a_real_step_has_every_block_in_both_directions_and_is_the_same_as_without() {
         {
             assert!(named(&phases, name).count > 0);
         }
-        let recomputed = phases
-            .iter()
-            .any(|phase| phase.around.last().is_some_and(|last| last == "block backward") && phase.name == "recompute");
-        assert_eq!(recomputed, checkpoint, "{report}");
+        let recomputed = phases.iter().find(|phase| {
+            phase.around.last().is_some_and(|last| last == "block backward") && phase.name == "recompute"
+        });
+        let expected = setting.checkpoint.map(|_| 2 * BLOCKS);
+        assert_eq!(recomputed.map(|phase| phase.count), expected, "{report}");
         for timeline in report.ranks() {
             let within: f64 = timeline
                 .spans
@@ -583,6 +616,23 @@ fn a_real_step_has_every_block_in_both_directions_and_is_the_same_as_without() {
         trace_is_whole(&report);
         page_stands_alone(&report);
     }
+}
+
+/// Every byte that was saved is copied twice, out and back, each in a phase `offload` of the thread that copies; nothing else is.
+fn assert_copies(timeline: &Timeline, setting: Setting, left: usize) {
+    let offload = timeline.spans.iter().filter(|span| timeline.phases[span.phase].kind == "offload");
+    let (copies, waits): (Vec<&Span>, Vec<&Span>) = offload.partition(|span| span.copied > 0);
+    let copied: u64 = copies.iter().map(|span| span.copied).sum();
+    assert_eq!(copied, 2 * left as u64, "{setting:?}");
+    assert!(copies.iter().all(|span| span.thread > 0 && span.depth == 0), "{setting:?}");
+    assert!(waits.iter().all(|span| span.thread == 0), "{setting:?}");
+    let Some(blocks) = setting.checkpoint.filter(|_| setting.offload) else {
+        assert_eq!((left, copies.len() + waits.len()), (0, 0), "{setting:?}");
+        return;
+    };
+    // [1, 7, 16] of each checkpoint, in both steps.
+    let checkpoints = BLOCKS.div_ceil(blocks);
+    assert_eq!((left, copies.len()), (2 * saved_bytes(checkpoints, 1, 7, 16, 4), 2 * 2 * checkpoints));
 }
 
 /// Complete events nest on each thread, and every span of the profile is one.

@@ -1,5 +1,7 @@
 //! Checkpointing and tiling change what is kept, not what comes out: loss and gradients are those of the plain module.
 
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Device, Gradients, Int, Tensor, activation};
@@ -7,7 +9,7 @@ use burn_context_parallel::attention::{ContextParallelDevice, SequenceContext};
 use burn_context_parallel::group::ProcessGroup;
 use burn_context_parallel::sequence::{Batch, IGNORE_INDEX, SequenceLayout};
 use burn_context_parallel::{Error, catch};
-use burn_upipe::checkpoint::Checkpointed;
+use burn_upipe::checkpoint::{Checkpointed, forward_group};
 use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, TiledNorm, tiled_cross_entropy, tiles};
 use burn_upipe::upipe::{AttentionScheme, UPipeAttention, UPipeAttentionConfig};
 use llama::{Llama, LlamaConfig, ParallelConfig};
@@ -182,6 +184,30 @@ fn dropout_in_a_checkpoint_is_refused() {
     let error = step(0.5).unwrap_err();
     assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains("without dropout"), "{error}");
     assert_eq!(step(0.0), Ok(()), "the next step is clean");
+}
+
+/// What is no number only the second time is the worst that a recomputation can give, and must not pass for rounding.
+#[rstest]
+fn a_recomputation_that_gives_no_number_is_refused(
+    #[values(0.3, f32::NAN, f32::INFINITY)] first: f32,
+    #[values(0.3, f32::NAN, f32::INFINITY, f32::NEG_INFINITY)] again: f32,
+    #[values(false, true)] group: bool,
+) {
+    let device = Device::flex().autodiff();
+    let block = Checkpointed::new(LinearConfig::new(8, 8).with_bias(false).init(&device));
+    let x = Tensor::<3>::ones([1, 16, 8], &device).require_grad();
+    let runs = AtomicUsize::new(0);
+    let f = move |linear: &Linear, x: Tensor<3>| {
+        let add = if runs.fetch_add(1, SeqCst) == 0 { first } else { again };
+        linear.forward(x) * 0.0 + add
+    };
+    let y = if group { forward_group([&block.inner], 0, None, x, f) } else { block.forward(x, f) };
+    let result = catch(|| y.sum().backward()).map(drop);
+    let same = first == again || (first.is_nan() && again.is_nan());
+    match result {
+        Ok(()) => assert!(same, "{again} passed for {first}"),
+        Err(error) => assert!(!same && error.to_string().contains("the recomputation gave"), "{error}"),
+    }
 }
 
 #[test]

@@ -18,7 +18,7 @@
 //! | `attention`, `mlp`, `norm`, `loss`, forward and backward | `burn-upipe` | a block |
 //! | `stage` s, forward and backward | U-Pipe | `attention` |
 //! | `recompute` | checkpointing and tiling, in the backward pass | what is computed again |
-//! | `offload` | offloading, with its bytes | a block |
+//! | `offload` | offloading: a copy, with its bytes, on the thread that copies; on the rank's own the wait for one, without | nothing, or a block |
 //! | `embedding`; `block` i, forward and backward | a model, by [`around`] and [`after`] | forward: `step`; backward: `backward` |
 //! | `step` n, `data`, `backward`, `gradient sum`, `optimizer` .. | a training loop, by [`enter`] | |
 //!
@@ -56,6 +56,11 @@ pub const TARGET: &str = "phase";
 /// ```
 pub fn enter(name: &str, index: Option<usize>) -> EnteredSpan {
     tracing::trace_span!(target: TARGET, "phase", name, index).entered()
+}
+
+/// Begins a phase that copies so many bytes, to the host say, or back.
+pub fn copy(name: &str, bytes: usize) -> EnteredSpan {
+    tracing::trace_span!(target: TARGET, "phase", name, bytes).entered()
 }
 
 /// Begins one direction of a phase that has two.

@@ -66,61 +66,87 @@ where
         }
         return joined.finish();
     }
-    let context = current();
     let dtypes: Vec<DType> = leaves.iter().map(|leaf| leaf.tensor.dtype()).collect();
-    let inputs = Inputs::new().input(&x).leaves(leaves.into_iter().map(|leaf| leaf.tensor));
-    let (x, shards) = (x.inner(), module.valid());
-    // Copied while the module computes.
-    let given_up = OrGiveUp(offload);
-    let kept = Kept::new(&x, offload).or_raise();
-    let module = unit.gather(&shards).or_raise();
-    let mut witness = None;
-    let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
-    for (i, start, len) in starts(&tiles) {
-        let y = f(&module, tile(x.clone(), dim, start, len), i);
-        if y.is_autodiff() {
-            raise(captured(name));
-        }
-        witness.get_or_insert_with(|| Witness::of(&y));
-        joined.add(y, start, len);
-    }
-    let y = joined.finish();
-    let witness = witness.expect("there is at least one tile");
-    drop((module, x, given_up));
-
-    custom_vjp(inputs, y, move |dy: Tensor<E>| {
-        scope(context, || {
-            let (mut total, mut whole_dy) = (Total::default(), Some(dy));
-            let whole = tiles.iter().sum();
-            // Before the weights are waited for: what comes next may come meanwhile.
-            let x = kept.get().or_raise();
-            let module = unit.gather(&shards).or_raise();
-            for (i, start, len) in starts(&tiles) {
-                let x = tile(x.clone(), dim, start, len).autodiff().require_grad();
-                let module = module.clone().train();
-                let y = {
-                    let _phase = phase::enter("recompute", None);
-                    f(&module, x.clone(), i)
-                };
-                if i == 0 {
-                    witness.check(name, &y);
-                }
-                // The last tile takes it along: it is freed where it is used up, and not when all is done.
-                let last = start + len == whole;
-                let part = if last { whole_dy.take() } else { whole_dy.clone() }.expect("taken by the last tile");
-                let dy = match join {
-                    Join::Concat => tile(part, dim, start, len),
-                    Join::Sum => part,
-                };
-                let mut gradients = pullback(y, dy);
-                total.add_input(x.grad_remove(&mut gradients), x.dims(), dim, start, whole);
-                total.add_parameters(&module, &mut gradients);
+    let forward = move |(shards, unit, tiles, f): &(M, Unit, Vec<usize>, F), x: Tensor<D>, tracked: bool| {
+        let module = unit.gather(shards).or_raise();
+        let mut witness = None;
+        let mut joined = Joined::new(name, dim, join, x_len(&x, dim));
+        for (i, start, len) in starts(tiles) {
+            let y = f(&module, tile(x.clone(), dim, start, len), i);
+            if y.is_autodiff() {
+                raise(captured(name));
             }
-            // Freed before gradients are copied for their way.
-            drop((module, x, kept));
-            total.into_gradients(&dtypes, &unit)
-        })
-    })
+            if tracked && i == 0 {
+                witness = Some(Witness::of(&y));
+            }
+            joined.add(y, start, len);
+        }
+        (joined.finish(), witness)
+    };
+    let backward = move |(shards, unit, tiles, f): (M, Unit, Vec<usize>, F), saved: Waiting<D>, dy: Tensor<E>| {
+        let (mut total, mut whole_dy) = (Total::default(), Some(dy));
+        let whole = tiles.iter().sum();
+        // Before the weights are waited for: what comes next may come meanwhile.
+        let x = saved.kept.get().or_raise();
+        let module = unit.gather(&shards).or_raise();
+        for (i, start, len) in starts(&tiles) {
+            let x = tile(x.clone(), dim, start, len).autodiff().require_grad();
+            let module = module.clone().train();
+            let y = {
+                let _phase = phase::enter("recompute", None);
+                f(&module, x.clone(), i)
+            };
+            if i == 0 {
+                saved.witness.check(name, &y);
+            }
+            // The last tile takes it along: it is freed where it is used up, and not when all is done.
+            let last = start + len == whole;
+            let part = if last { whole_dy.take() } else { whole_dy.clone() }.expect("taken by the last tile");
+            let dy = match join {
+                Join::Concat => tile(part, dim, start, len),
+                Join::Sum => part,
+            };
+            let mut gradients = pullback(y, dy);
+            total.add_input(x.grad_remove(&mut gradients), x.dims(), dim, start, whole);
+            total.add_parameters(&module, &mut gradients);
+        }
+        // Freed before gradients are copied for their way.
+        drop((module, x, saved));
+        total.into_gradients(&dtypes, &unit)
+    };
+    two_passes(leaves, x, offload, (module.valid(), unit, tiles, f), forward, backward)
+}
+
+/// What a backward pass begins from.
+pub(crate) struct Waiting<const D: usize> {
+    pub kept: Kept<D>,
+    pub witness: Witness,
+}
+
+/// The order of all that is recomputed: `x` is kept before anything is computed, so that it leaves meanwhile; a forward pass that
+/// fails leaves nothing behind; the backward pass runs in the sequence context of the forward one.
+///
+/// Both passes work on `parts`. `forward` is told whether there will be a backward pass, and has a witness if so.
+pub(crate) fn two_passes<T: Send + 'static, const D: usize, const E: usize>(
+    leaves: Vec<Leaf>,
+    x: Tensor<D>,
+    offload: Option<&Offload>,
+    parts: T,
+    forward: impl FnOnce(&T, Tensor<D>, bool) -> (Tensor<E>, Option<Witness>),
+    backward: impl FnOnce(T, Waiting<D>, Tensor<E>) -> InputGradients + Send + 'static,
+) -> Tensor<E> {
+    let context = current();
+    // Without a gradient there is no backward pass, and nothing waits for it.
+    let tracked = x.is_tracked() || leaves.iter().any(|leaf| leaf.tracked);
+    let offload = offload.filter(|_| tracked);
+    let inputs = Inputs::new().input(&x).leaves(leaves.into_iter().map(|leaf| leaf.tensor));
+    let x = x.inner();
+    let given_up = OrGiveUp(offload);
+    let kept = tracked.then(|| Kept::new(&x, offload).or_raise());
+    let (y, witness) = forward(&parts, x, tracked);
+    drop(given_up);
+    let Some((kept, witness)) = kept.zip(witness) else { return custom_vjp(inputs, y, |_| Vec::new()) };
+    custom_vjp(inputs, y, move |dy| scope(context, || backward(parts, Waiting { kept, witness }, dy)))
 }
 
 /// The equal cut of `len` into `count` tiles: lengths that differ by one at most.
@@ -276,6 +302,8 @@ impl Total {
 pub(crate) struct Leaf {
     pub tensor: AnyTensor,
     pub autodiff: bool,
+    /// It gets a gradient.
+    pub tracked: bool,
 }
 
 /// The module's float parameters, each once, in visiting order.
@@ -293,14 +321,15 @@ pub(crate) fn leaves<M: Module>(name: &'static str, module: &M) -> Vec<Leaf> {
             self.seen.push(param.id);
             let base = param.base();
             let autodiff = base.is_autodiff();
-            if autodiff && base.is_tracked() && !base.is_require_grad() {
+            let tracked = autodiff && base.is_tracked();
+            if tracked && !base.is_require_grad() {
                 raise(Error::invalid(
                     self.name,
                     format!("parameter {} of shape {:?} is the result of an operation", param.id, base.dims()),
                     "parameters must be leaves: their gradients would be lost",
                 ));
             }
-            self.leaves.push(Leaf { tensor: base.into_dispatch(), autodiff });
+            self.leaves.push(Leaf { tensor: base.into_dispatch(), autodiff, tracked });
         }
     }
     let mut collect = Collect { name, seen: Vec::new(), leaves: Vec::new() };
@@ -340,9 +369,11 @@ impl Witness {
     pub fn check<const E: usize>(&self, name: &'static str, y: &Tensor<E>) {
         let tolerance = if matches!(y.dtype(), DType::F32 | DType::F64) { 1e-3 } else { 1e-2 };
         let again = Self::of(&y.clone().inner());
-        let largest = self.samples.iter().chain(&again.samples).fold(0f32, |max, value| max.max(value.abs()));
-        let differs =
-            |(a, b): (&f32, &f32)| (a - b).abs() > tolerance * largest && !(a.is_nan() && b.is_nan()) && a != b;
+        let finite = self.samples.iter().chain(&again.samples).filter(|value| value.is_finite());
+        let largest = finite.fold(0f32, |max, value| max.max(value.abs()));
+        // What is no number in one of them only is no rounding.
+        let near = |a: f32, b: f32| (a - b).abs() <= tolerance * largest;
+        let differs = |(a, b): (&f32, &f32)| !near(*a, *b) && a != b && !(a.is_nan() && b.is_nan());
         if let Some(at) = self.samples.iter().zip(&again.samples).position(differs) {
             raise(Error::invalid(
                 name,

@@ -5,59 +5,18 @@ mod offload;
 
 use std::sync::Arc;
 
-use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::nn::LinearConfig;
+use burn::tensor::{Device, Tensor};
 use burn_context_parallel::group::launch;
 use burn_context_parallel::vjp::AnyTensor;
 use burn_context_parallel::{Error, catch};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::offload::{
-    Arrival, CopyQueue, CopyThread, Departure, Disk, Offload, OffloadConfig, OffloadError, OffloadPolicy, Offloaded,
-    Place, Slot, Ticket,
+    Arrival, CopyQueue, CopyThread, Departure, Disk, DiskAction, Offload, OffloadConfig, OffloadError, OffloadPolicy,
+    Offloaded, Place, Slot, Ticket,
 };
-use offload::{Failing, Failure, host, lost};
+use offload::{Failing, Failure, Net, disk_in, host, is_empty, lost, on_disk, settled};
 use rstest::rstest;
-
-#[derive(Module, Debug)]
-struct Net {
-    blocks: Vec<Offloaded<Checkpointed<Linear>>>,
-}
-
-impl Net {
-    fn new(blocks: usize, device: &Device) -> Self {
-        let linear = || LinearConfig::new(8, 8).init(device);
-        let net = Self { blocks: (0..blocks).map(|_| Offloaded::new(Checkpointed::new(linear()))).collect() };
-        net.fork(device)
-    }
-
-    fn with(mut self, offload: &Offload) -> Self {
-        self.blocks = self.blocks.into_iter().map(|block| block.with(Some(offload))).collect();
-        self
-    }
-
-    /// The loss, and the gradient of the first weight. Block `fails` panics in forward.
-    fn step(&self, fails: Option<usize>) -> (f32, TensorData) {
-        let mut x = Tensor::<2>::ones([16, 8], &Device::flex().autodiff());
-        for (i, block) in self.blocks.iter().enumerate() {
-            x = block.forward(x, move |linear: &Linear, x| {
-                if fails == Some(i) {
-                    burn_context_parallel::raise(Error::invalid("block", format!("block {i} fails"), "never mind"));
-                }
-                linear.forward(x).tanh()
-            });
-        }
-        let loss = x.sum();
-        let grads = loss.backward();
-        (loss.into_scalar::<f32>(), self.blocks[0].inner.inner.weight.val().grad(&grads).unwrap().into_data())
-    }
-}
-
-fn is_empty(offload: &Offload) {
-    let stats = offload.stats();
-    assert_eq!((stats.saved, stats.host_bytes, stats.disk_bytes), (0, 0, 0), "{stats:?}");
-    assert_eq!((stats.in_flight, stats.device_bytes), (0, 0), "{stats:?}");
-}
 
 fn offload_error(error: &Error) -> &OffloadError {
     error.downcast_ref().unwrap_or_else(|| panic!("{error:?}"))
@@ -142,12 +101,50 @@ fn a_panic_while_copying_is_an_error() {
     let queue = WrongShape(CopyThread::new().unwrap());
     let offload = Offload::with_queue(OffloadConfig::new().with_in_flight(1), queue).unwrap();
     let saved = offload.save(Tensor::<2>::ones([4, 4], &Device::flex())).unwrap();
-    while offload.stats().in_flight > 0 {
-        std::thread::yield_now();
-    }
+    settled(&offload);
     let error = saved.get().unwrap_err();
     assert!(matches!(&error, OffloadError::Copy { bytes: 64, .. }), "{error}");
     drop(saved);
+    is_empty(&offload);
+}
+
+/// The file becomes shorter than what was written to it, between forward and backward.
+#[cfg(target_os = "linux")]
+#[rstest]
+fn a_file_that_cannot_be_read_is_an_error_in_backward(#[values(1, 2, 6)] in_flight: usize) {
+    let folder = tempfile::tempdir().unwrap();
+    let config = on_disk(OffloadConfig::new(), None).with_disk(disk_in(folder.path(), None)).with_in_flight(in_flight);
+    let offload = Offload::new(config).unwrap();
+    let net = Net::new(6, &Device::flex().autodiff());
+    let expected = net.step(None);
+    let net = net.with(&offload);
+    let named = offload.save(Tensor::<1>::ones([1], &Device::flex())).unwrap();
+    let loss = net.loss(None);
+    settled(&offload);
+    assert_eq!(offload.stats().disk_bytes, 6 * 16 * 8 * 4 + 4);
+    // It has no name: only its handle leads there.
+    let handles = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let of_folder = |path: &std::path::PathBuf| std::fs::read_link(path).is_ok_and(|to| to.starts_with(folder.path()));
+    let file = handles.map(|handle| handle.path()).find(of_folder).expect("the file");
+    std::fs::OpenOptions::new().write(true).open(file).unwrap().set_len(16).unwrap();
+    let error = catch(|| drop(loss.backward())).unwrap_err();
+    assert!(
+        matches!(
+            offload_error(&error),
+            OffloadError::Disk {
+                action: DiskAction::Reading,
+                kind: std::io::ErrorKind::UnexpectedEof,
+                bytes: 512,
+                folder: at,
+                ..
+            } if at == folder.path()
+        ),
+        "{error:?}"
+    );
+    assert!(error.to_string().contains("run the step again"), "{error}");
+    assert!(named.take().unwrap().into_data().iter::<f32>().eq([1.0]), "what lies before the end is there");
+    is_empty(&offload);
+    assert_eq!(net.step(None), expected, "the next step writes it again");
     is_empty(&offload);
 }
 

@@ -93,6 +93,35 @@ fn a_device_budget_meets_a_full_host() {
     take(saved);
 }
 
+/// What finds no room does not keep here what would, and what is empty needs none.
+#[test]
+fn a_misfit_is_passed_over() {
+    let config = OffloadConfig::new().with_policy(OffloadPolicy::Budget(0)).with_host_budget(Some(BYTES / 2));
+    let offload = Offload::new(config).unwrap();
+    let lengths = [0, LEN, LEN / 10, 0, LEN, LEN / 10, LEN / 10];
+    let saved: Vec<_> =
+        lengths.iter().enumerate().map(|(i, len)| offload.save(filled(*len, i as f32)).unwrap()).collect();
+    let stats = offload.stats();
+    assert_eq!((stats.host_bytes, stats.device_bytes), (3 * BYTES / 10, 2 * BYTES), "{stats:?}");
+    assert_eq!(stats.kept_on_device, 2, "each counts once, however often it was tried");
+    take(saved);
+    assert_eq!(offload.stats().host_bytes, 0);
+}
+
+/// Batches as they come, without a budget: lengths do not add up.
+#[test]
+fn steps_of_many_lengths_take_what_the_longest_needs() {
+    let offload = Offload::new(OffloadConfig::new()).unwrap();
+    for len in (1000..1032).chain([1000, 1000]) {
+        take((0..8).map(|i| offload.save(filled(len, i as f32)).unwrap()).collect());
+        let stats = offload.stats();
+        assert!(stats.host_reserved <= stats.host_bytes_peak, "{len}: {stats:?}");
+    }
+    let before = offload.stats().allocations;
+    take((0..8).map(|i| offload.save(filled(1000, i as f32)).unwrap()).collect());
+    assert_eq!(offload.stats().allocations, before);
+}
+
 /// Steps of other lengths: buffers of the last one make room where the budget asks for it.
 #[test]
 fn other_sizes_find_room() {

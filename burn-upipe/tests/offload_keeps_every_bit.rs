@@ -2,9 +2,16 @@
 
 mod offload;
 
-use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_upipe::offload::{CopyThread, Offload, OffloadConfig, OffloadPolicy, Saved};
-use offload::{Late, bytes, disk, filled, on_disk};
+use std::sync::{Arc, Mutex};
+use std::thread::spawn;
+
+use burn::backend::{BackendTensor, DispatchTensorKind};
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+use burn_context_parallel::vjp::AnyTensor;
+use burn_upipe::offload::{
+    Arrival, CopyQueue, CopyThread, Departure, Offload, OffloadConfig, OffloadPolicy, Saved, Slot, Ticket,
+};
+use offload::{Late, bytes, disk, filled, on_disk, settled};
 use rstest::rstest;
 
 const MIB: usize = 1 << 20;
@@ -28,12 +35,21 @@ fn late_copies_and_reused_buffers_change_nothing() {
     let mut allocations = Vec::new();
     for repeat in 0..100 {
         let id = |layer: usize| (layer * 1000 + repeat) as f32;
-        // One buffer for all of them: overwritten in place right after each has been saved.
-        let mut buffer = filled(len, id(0));
+        // One buffer for all of them, overwritten right after each has been saved: in place, if nobody else has a handle of it.
+        let mut buffer = Some(filled(len, id(0)));
         let saved: Vec<Saved<1>> = (0..TENSORS)
             .map(|layer| {
-                let saved = offload.save(buffer.clone()).unwrap();
-                buffer = buffer.clone().slice_fill(0..len, id(layer + 1));
+                let x = buffer.take().unwrap();
+                let saved = offload.save(x.clone()).unwrap();
+                let ended = layer % 8 == 7;
+                if ended {
+                    settled(&offload);
+                }
+                let before = storage(&x);
+                let x = x.slice_fill(0..len, id(layer + 1));
+                // The copy has ended, and with it the engine's handle: what is away must not lie here any more.
+                assert!(!ended || storage(&x) == before, "repeat {repeat}, layer {layer}");
+                buffer = Some(x);
                 saved
             })
             .collect();
@@ -51,6 +67,48 @@ fn late_copies_and_reused_buffers_change_nothing() {
     }
     // PyTorch PR#186161: 3 ms for each block of pinned memory, in every step.
     assert!(allocations.iter().all(|count| *count == TENSORS), "{allocations:?}");
+}
+
+/// Where a tensor's elements lie.
+fn storage(x: &Tensor<1>) -> usize {
+    match x.clone().into_dispatch().kind {
+        DispatchTensorKind::Flex(BackendTensor::Float(x)) => x.bytes().as_ptr() as usize,
+        _ => panic!("not on the CPU"),
+    }
+}
+
+/// Until its copy has ended a tensor's memory is its own: who overwrites it gets other memory.
+#[test]
+fn what_is_leaving_is_not_overwritten() {
+    /// Copies that begin when they are let.
+    #[derive(Debug)]
+    struct Gate(Arc<CopyThread>, Arc<Mutex<()>>);
+    impl CopyQueue for Gate {
+        fn copy_out(&self, from: Arc<Departure>, to: Arc<Slot>) -> Ticket<()> {
+            let ((ticket, promise), thread, gate) = (Ticket::new(), self.0.clone(), self.1.clone());
+            spawn(move || {
+                drop(gate.lock());
+                promise.settle(thread.copy_out(from, to).take());
+            });
+            ticket
+        }
+        fn copy_in(&self, from: Arc<Slot>, to: Arrival) -> Ticket<AnyTensor> {
+            self.0.copy_in(from, to)
+        }
+    }
+    let gate = Arc::new(Mutex::new(()));
+    let queue = Gate(Arc::new(CopyThread::new().unwrap()), gate.clone());
+    let offload = Offload::with_queue(OffloadConfig::new(), queue).unwrap();
+    let closed = gate.lock().unwrap();
+    let x = filled(1000, 1.0);
+    let saved = offload.save(x.clone()).unwrap();
+    let before = storage(&x);
+    let x = x.slice_fill(0..1000, 2.0);
+    assert_ne!(storage(&x), before, "the copy has not begun");
+    assert_eq!(offload.stats().in_flight, 1);
+    drop(closed);
+    settled(&offload);
+    assert!(saved.take().unwrap().into_data().iter::<f32>().all(|x| x == 1.0));
 }
 
 #[rstest]
@@ -140,9 +198,35 @@ fn every_float_type_comes_back(#[values(DType::F64, DType::F32, DType::BF16, DTy
 }
 
 #[test]
+fn whole_numbers_and_masks_come_back() {
+    for config in [OffloadConfig::new(), on_disk(OffloadConfig::new(), None)] {
+        let offload = engine(config.with_in_flight(1), false);
+        let ids = Tensor::<2, Int>::from_ints([[1, -2, i32::MAX], [0, 7, i32::MIN]], &Device::flex());
+        let mask = ids.clone().transpose().greater_elem(0);
+        for dtype in [DType::I64, DType::I32, DType::I16, DType::U8] {
+            let ids = Tensor::<2, Int>::from_ints([[1, 2, 3], [4, 5, 120]], &Device::flex()).cast(dtype);
+            let saved = offload.save(ids.clone()).unwrap();
+            settled(&offload);
+            assert_eq!(offload.stats().device_bytes, 0);
+            let back = saved.take().unwrap();
+            assert_eq!((back.dtype(), back.into_data()), (dtype, ids.into_data()));
+        }
+        let (saved, of_mask): (Saved<2, Int>, Saved<2, Bool>) =
+            (offload.save(ids.clone()).unwrap(), offload.save(mask.clone()).unwrap());
+        settled(&offload);
+        let (ids_back, mask_back) = (saved.take().unwrap(), of_mask.take().unwrap());
+        assert!((ids_back.clone() + 1).equal(ids.clone() + 1).all().into_scalar::<bool>());
+        assert_eq!((ids_back.into_data(), mask_back.into_data()), (ids.into_data(), mask.into_data()));
+        let stats = offload.stats();
+        assert_eq!((stats.saved, stats.host_bytes, stats.disk_bytes), (0, 0, 0));
+    }
+}
+
+#[test]
 fn nothing_and_a_graph() {
     let offload = engine(OffloadConfig::new(), false);
     let empty = offload.save(Tensor::<2>::empty([0, 4], &Device::flex())).unwrap();
+    assert_eq!(offload.stats().kept_on_device, 0, "it needs no room");
     assert_eq!(empty.take().unwrap().dims(), [0, 4]);
     let tracked = Tensor::<1>::ones([4], &Device::flex().autodiff()).require_grad();
     let error = offload.save(tracked).unwrap_err().to_string();

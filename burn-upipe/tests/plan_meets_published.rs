@@ -33,11 +33,8 @@ fn published(model: ModelShape, attention: Attention, seq_len: usize, ranks: usi
 /// bring the tiled loss (Liger) bring a fused silu and norms that keep nothing.
 fn alst(model: ModelShape, seq_len: usize, ranks: usize) -> Setup {
     let setup = published(model, Attention::Ulysses, seq_len, ranks);
-    let accounting = Accounting {
-        pinned_powers_of_two: true,
-        feed_forward: FeedForwardWidths::FUSED,
-        ..setup.accounting
-    };
+    let accounting =
+        Accounting { pinned_powers_of_two: true, feed_forward: FeedForwardWidths::FUSED, ..setup.accounting };
     let techniques = Techniques { optimizer: StatePlace::Host, ..setup.techniques };
     Setup { techniques, accounting, ..setup }
 }

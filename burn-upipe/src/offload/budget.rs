@@ -1,12 +1,16 @@
 //! How much host memory this process may still take.
 
-use sysinfo::{Pid, ProcessesToUpdate, System};
+use sysinfo::System;
 
-/// Host memory in bytes that is left: the smaller of what the system has available, and what the process's control group may
+use super::group;
+
+/// Host memory in bytes that is left: the smaller of what the system has available, and what the process's control groups may
 /// still take. A container's limit is below the machine's memory; who plans by the machine is killed by the limit.
 ///
+/// Pages of files that were read count as free in both, since they go before anything fails.
+///
 /// What ranks of one process may take is this divided by their number. It changes with everything that runs: ask once, at
-/// the start, and leave some.
+/// the start, before ranks do, and leave some.
 ///
 /// ```
 /// assert!(burn_upipe::offload::host_budget() > 1 << 20);
@@ -14,14 +18,12 @@ use sysinfo::{Pid, ProcessesToUpdate, System};
 pub fn host_budget() -> usize {
     let mut system = System::new();
     system.refresh_memory();
-    let pid = Pid::from_u32(std::process::id());
-    system.refresh_processes(ProcessesToUpdate::Some(&[pid]), false);
-    let limits = system.process(pid).and_then(|process| process.cgroup_limits()).or_else(|| system.cgroup_limits());
-    let limits = limits.map(|limits| (limits.total_memory, limits.total_memory.saturating_sub(limits.free_memory)));
-    host_budget_of(limits, system.available_memory())
+    let left = group::left();
+    host_budget_of(left.map(|left| (left, 0)), system.available_memory())
 }
 
-/// [`host_budget`] of known values: the control group's limit and what it has in use, and the system's available memory.
+/// [`host_budget`] of known values: the control group's limit and what it has in use without pages of files, and the system's
+/// available memory.
 ///
 /// ```
 /// use burn_upipe::offload::host_budget_of;

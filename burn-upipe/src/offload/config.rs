@@ -11,9 +11,9 @@ pub enum OffloadPolicy {
     None,
     /// All of them.
     All,
-    /// The first of every so many, counted over what is saved at that moment: blocks 0, k, 2k, ..
+    /// The first of every so many, counted over what is saved at that moment: blocks 0, k, 2k, .. What was saved by name counts apart.
     Every(usize),
-    /// What exceeds so many bytes on the device, oldest first: the oldest is needed last.
+    /// What exceeds so many bytes on the device, oldest first: the oldest is needed last. One that finds no room elsewhere is passed over.
     Budget(usize),
 }
 

@@ -4,8 +4,9 @@ use burn::backend::Dispatch;
 #[cfg(feature = "flex")]
 use burn::backend::DispatchTensorKind;
 use burn::backend::TensorMetadata;
-use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{Shape, Tensor, TensorData};
+use burn::backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
+use burn::tensor::kind::Kind;
+use burn::tensor::{Bool, DType, Int, Shape, Tensor, TensorData};
 use burn_context_parallel::vjp::AnyTensor;
 
 use super::queue::Arrival;
@@ -33,12 +34,37 @@ pub(super) fn into_slot(tensor: &AnyTensor, slot: &Slot) -> Result<(), OffloadEr
         #[allow(unreachable_patterns)]
         _ => {
             let flat = Shape::from(vec![tensor.shape().num_elements()]);
-            slot.put(Tensor::<1>::from_dispatch(Dispatch::float_reshape(tensor.clone(), flat)).into_data())
+            let flat = reshaped(tensor.clone(), flat);
+            slot.put(match kind(flat.dtype()) {
+                Kind::Float => Tensor::<1>::from_dispatch(flat).into_data(),
+                Kind::Int => Tensor::<1, Int>::from_dispatch(flat).into_data(),
+                Kind::Bool => Tensor::<1, Bool>::from_dispatch(flat).into_data(),
+            })
         }
     }
 }
 
+fn kind(dtype: DType) -> Kind {
+    match dtype {
+        DType::Bool(_) => Kind::Bool,
+        dtype if dtype.is_int() || dtype.is_uint() => Kind::Int,
+        _ => Kind::Float,
+    }
+}
+
+fn reshaped(tensor: AnyTensor, shape: Shape) -> AnyTensor {
+    match kind(tensor.dtype()) {
+        Kind::Float => Dispatch::float_reshape(tensor, shape),
+        Kind::Int => Dispatch::int_reshape(tensor, shape),
+        Kind::Bool => Dispatch::bool_reshape(tensor, shape),
+    }
+}
+
 /// The tensor again, on storage of its own.
+///
+/// # Memory
+///
+/// To a device that is not a CPU: from disk a buffer of the tensor's bytes on the heap, until they are there.
 pub(super) fn out_of_slot(slot: &Slot, to: &Arrival) -> Result<AnyTensor, OffloadError> {
     #[cfg(feature = "flex")]
     if to.device == burn::tensor::Device::flex() {
@@ -52,8 +78,13 @@ pub(super) fn out_of_slot(slot: &Slot, to: &Arrival) -> Result<AnyTensor, Offloa
             TensorData::from_bytes_vec(bytes, [slot.bytes() / to.dtype.size()], to.dtype)
         }
     };
-    let flat = Tensor::<1>::from_data(data, (&to.device, to.dtype)).into_dispatch();
-    Ok(Dispatch::float_reshape(flat, to.shape.clone()))
+    let options = (&to.device, to.dtype);
+    let flat = match kind(to.dtype) {
+        Kind::Float => Tensor::<1>::from_data(data, options).into_dispatch(),
+        Kind::Int => Tensor::<1, Int>::from_data(data, options).into_dispatch(),
+        Kind::Bool => Tensor::<1, Bool>::from_data(data, options).into_dispatch(),
+    };
+    Ok(reshaped(flat, to.shape.clone()))
 }
 
 #[cfg(feature = "flex")]
@@ -65,8 +96,15 @@ mod flex {
     use bytemuck::{Pod, cast_slice_mut};
 
     pub fn into_slot(tensor: &AnyTensor, slot: &Slot) -> Result<(), OffloadError> {
-        let DispatchTensorKind::Flex(BackendTensor::Float(tensor)) = &tensor.kind else {
-            return Err(OffloadError::copy("copying a tensor from its device", slot.bytes(), "it is no float tensor"));
+        let DispatchTensorKind::Flex(
+            BackendTensor::Float(tensor) | BackendTensor::Int(tensor) | BackendTensor::Bool(tensor),
+        ) = &tensor.kind
+        else {
+            return Err(OffloadError::copy(
+                "copying a tensor from its device",
+                slot.bytes(),
+                "of its kind none can be",
+            ));
         };
         let write = |tensor: &FlexTensor| {
             let start = tensor.layout().start_offset() * tensor.dtype().size();
@@ -78,13 +116,18 @@ mod flex {
     pub fn out_of_slot(slot: &Slot, to: &Arrival) -> Result<AnyTensor, OffloadError> {
         // Aligned for its elements from the start: nobody copies it again.
         let bytes = match to.dtype.size() {
+            1 => read::<u8>(slot),
             2 => read::<u16>(slot),
             4 => read::<u32>(slot),
             _ => read::<u64>(slot),
         }?;
         let tensor = FlexTensor::from_data(TensorData::from_bytes(bytes, to.shape.clone(), to.dtype));
         Ok(DispatchTensor {
-            kind: DispatchTensorKind::Flex(BackendTensor::Float(tensor)),
+            kind: DispatchTensorKind::Flex(match kind(to.dtype) {
+                Kind::Float => BackendTensor::Float(tensor),
+                Kind::Int => BackendTensor::Int(tensor),
+                Kind::Bool => BackendTensor::Bool(tensor),
+            }),
             autodiff: DispatchAutodiffContext::Disabled,
         })
     }

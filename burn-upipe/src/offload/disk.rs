@@ -1,4 +1,5 @@
-//! A file without a name in which tensors wait: places in it are used again, and it never grows beyond its budget.
+//! A file without a name in which tensors wait: places in it are used again, it never grows beyond its budget, and it is shortened
+//! when asked to be.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -79,6 +80,20 @@ impl DiskFile {
         Some(DiskPart { disk: self.clone(), at, bytes })
     }
 
+    /// Gives back what is free behind the last tensor.
+    pub fn trim(&self) {
+        let mut state = self.lock();
+        let last = state.free.last_key_value().map(|(at, free)| (*at, *free));
+        let Some((at, _)) = last.filter(|(at, free)| at + free == state.end) else { return };
+        match self.file.set_len(at) {
+            Ok(()) => {
+                state.free.remove(&at);
+                state.end = at;
+            }
+            Err(error) => log::warn!("offload: a file in {} stays as long as it is: {error}", self.folder.display()),
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -87,12 +102,12 @@ impl DiskFile {
 impl DiskPart {
     /// Writes all of it.
     pub fn write(&self, data: &[u8]) -> Result<(), OffloadError> {
-        self.checked(DiskAction::Writing, data.len(), || write_at(&self.disk.file, data, self.at))
+        self.checked(DiskAction::Writing, data.len(), || write_at(&self.disk, data, self.at))
     }
 
     /// Reads all of it.
     pub fn read(&self, data: &mut [u8]) -> Result<(), OffloadError> {
-        self.checked(DiskAction::Reading, data.len(), || read_at(&self.disk.file, data, self.at))
+        self.checked(DiskAction::Reading, data.len(), || read_at(&self.disk, data, self.at))
     }
 
     fn checked(&self, action: DiskAction, len: usize, f: impl FnOnce() -> io::Result<()>) -> Result<(), OffloadError> {
@@ -119,26 +134,28 @@ impl Drop for DiskPart {
 }
 
 #[cfg(unix)]
-fn write_at(file: &File, data: &[u8], at: u64) -> io::Result<()> {
-    std::os::unix::fs::FileExt::write_all_at(file, data, at)
+fn write_at(disk: &DiskFile, data: &[u8], at: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::write_all_at(&disk.file, data, at)
 }
 
 #[cfg(unix)]
-fn read_at(file: &File, data: &mut [u8], at: u64) -> io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, data, at)
+fn read_at(disk: &DiskFile, data: &mut [u8], at: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(&disk.file, data, at)
 }
 
-// One queue uses the file, one copy after the other: the file's own position serves.
+// The file has one position: a queue with several threads must not move it between one's seek and its copy.
 #[cfg(not(unix))]
-fn write_at(mut file: &File, data: &[u8], at: u64) -> io::Result<()> {
+fn write_at(disk: &DiskFile, data: &[u8], at: u64) -> io::Result<()> {
     use std::io::{Seek, SeekFrom, Write};
+    let (_alone, mut file) = (disk.lock(), &disk.file);
     file.seek(SeekFrom::Start(at))?;
     file.write_all(data)
 }
 
 #[cfg(not(unix))]
-fn read_at(mut file: &File, data: &mut [u8], at: u64) -> io::Result<()> {
+fn read_at(disk: &DiskFile, data: &mut [u8], at: u64) -> io::Result<()> {
     use std::io::{Read, Seek, SeekFrom};
+    let (_alone, mut file) = (disk.lock(), &disk.file);
     file.seek(SeekFrom::Start(at))?;
     file.read_exact(data)
 }
@@ -178,6 +195,33 @@ mod tests {
         drop(large);
         assert!(file.reserve(60).is_some());
         assert_eq!(file.file.metadata().unwrap().len(), 60);
+    }
+
+    #[test]
+    fn what_is_free_at_the_end_is_given_back() {
+        let file = file(Some(60));
+        let parts: Vec<_> = [10, 20, 30].into_iter().map(|bytes| file.reserve(bytes).unwrap()).collect();
+        parts.iter().for_each(|part| part.write(&vec![part.bytes as u8; part.bytes]).unwrap());
+        let length = || file.file.metadata().unwrap().len();
+        file.trim();
+        assert_eq!(length(), 60, "all of it is used");
+        let [a, b, c] = <[DiskPart; 3]>::try_from(parts).unwrap();
+        drop(a);
+        file.trim();
+        assert_eq!(length(), 60, "not at the end");
+        drop(c);
+        file.trim();
+        assert_eq!(length(), 30);
+        let mut data = [0; 20];
+        b.read(&mut data).unwrap();
+        assert_eq!(data, [20; 20]);
+        // It grows again, to the same budget.
+        let c = file.reserve(30).unwrap();
+        assert!(file.reserve(11).is_none());
+        c.write(&[3; 30]).unwrap();
+        drop((b, c));
+        file.trim();
+        assert_eq!((length(), file.counts()), (0, (0, 60)));
     }
 
     #[test]

@@ -11,11 +11,11 @@
 //! waits for the oldest copy out, and nothing is fetched ahead beyond it. Saved tensors are needed in the opposite order of their
 //! saving, so what is fetched ahead is what was saved before the one that is asked for.
 
-use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn::tensor::Tensor;
+use burn::tensor::kind::Autodiff;
+use burn::tensor::{DType, Tensor};
 use burn_context_parallel::vjp::AnyTensor;
 
 use super::config::{OffloadConfig, OffloadPolicy, Place};
@@ -24,7 +24,8 @@ use super::disk::DiskFile;
 use super::host::HostPool;
 use super::queue::{Arrival, CopyQueue, CopyThread, Departure};
 use super::slot::Hold;
-use super::{OffloadError, OffloadStats, Saved, Slot, Ticket};
+use super::state::{Asked, Entry, State, Wait, Whereabouts};
+use super::{OffloadError, OffloadStats, Saved, Slot};
 
 /// A handle of one rank's engine; clones are the same one. Ranks have an engine each, made on the rank's thread.
 ///
@@ -49,62 +50,6 @@ struct Engine {
     host: Arc<HostPool>,
     disk: Option<Arc<DiskFile>>,
     state: Mutex<State>,
-}
-
-#[derive(Default)]
-struct State {
-    next: u64,
-    /// In the order of saving.
-    entries: BTreeMap<u64, Entry>,
-    peak: usize,
-    kept: usize,
-}
-
-struct Entry {
-    /// A checkpoint's, and not somebody's who named it.
-    of_step: bool,
-    bytes: usize,
-    arrival: Arrival,
-    at: Whereabouts,
-}
-
-enum Whereabouts {
-    Device(AnyTensor),
-    Leaving {
-        /// Gone when the copy has ended.
-        departure: Weak<Departure>,
-        slot: Arc<Slot>,
-        ticket: Ticket<()>,
-    },
-    Away(Arc<Slot>),
-    Coming {
-        slot: Arc<Slot>,
-        ticket: Ticket<AnyTensor>,
-    },
-    Here {
-        slot: Arc<Slot>,
-        tensor: AnyTensor,
-        /// Its copy out, if that may go on.
-        leaving: Option<Ticket<()>>,
-        /// Somebody has asked for it.
-        asked: bool,
-    },
-    Failed(OffloadError),
-}
-
-/// What somebody who waits without the lock waits for.
-enum Wait {
-    Out(Ticket<()>),
-    In(Ticket<AnyTensor>),
-}
-
-impl Wait {
-    fn wait(self) {
-        match self {
-            Self::Out(ticket) => ticket.wait(),
-            Self::In(ticket) => ticket.wait(),
-        }
-    }
 }
 
 impl Offload {
@@ -136,27 +81,38 @@ impl Offload {
         &self.0.config
     }
 
-    /// Keeps `x` until it is asked for again, where the policy says. Its device memory is free when everybody else has
-    /// dropped `x`, too, and the copy has ended.
+    /// Keeps `x`, floats, ints or bools, until it is asked for again, where the policy says. Its device memory is free when
+    /// everybody else has dropped `x`, too, and the copy has ended.
     ///
     /// # Errors
     ///
-    /// [`OffloadError::Invalid`] if `x` has autodiff; and what failed of the copies of what is still saved.
+    /// [`OffloadError::Invalid`] if `x` has autodiff, or is quantized; and what failed of the copies of what is still saved.
     ///
     /// # Memory
     ///
     /// The tensor's bytes, in host memory or on disk; on the device where neither has room, or the policy says so. While K tensors
     /// are in flight it waits.
-    pub fn save<const D: usize>(&self, x: Tensor<D>) -> Result<Saved<D>, OffloadError> {
+    pub fn save<const D: usize, K: Autodiff>(&self, x: Tensor<D, K>) -> Result<Saved<D, K>, OffloadError> {
         self.save_for(x, false)
     }
 
-    pub(super) fn save_for<const D: usize>(&self, x: Tensor<D>, of_step: bool) -> Result<Saved<D>, OffloadError> {
+    pub(super) fn save_for<const D: usize, K: Autodiff>(
+        &self,
+        x: Tensor<D, K>,
+        of_step: bool,
+    ) -> Result<Saved<D, K>, OffloadError> {
+        let invalid = |what, remedy| OffloadError::Invalid {
+            problem: format!("a tensor of shape {:?} {what}", x.dims()),
+            remedy,
+        };
         if x.is_autodiff() {
-            return Err(OffloadError::Invalid {
-                problem: format!("a tensor of shape {:?} with autodiff", x.dims()),
-                remedy: "save what is not tracked, `.inner()`: a graph does not leave its device",
-            });
+            return Err(invalid(
+                "with autodiff",
+                "save what is not tracked, `.inner()`: a graph does not leave its device",
+            ));
+        }
+        if matches!(x.dtype(), DType::QFloat(_)) {
+            return Err(invalid("that is quantized", "save it before it is quantized, or after `.dequantize()`"));
         }
         let arrival = Arrival { shape: x.shape(), dtype: x.dtype(), device: x.device() };
         let bytes = arrival.shape.num_elements() * arrival.dtype.size();
@@ -165,26 +121,27 @@ impl Offload {
         if let Some(error) = state.failure() {
             return Err(error);
         }
-        let (id, position) = (state.next, state.entries.len());
-        state.next += 1;
-        state.entries.insert(id, Entry { of_step, bytes, arrival, at: Whereabouts::Device(x.into_dispatch()) });
+        let (id, position) = state.add(of_step, bytes, arrival, x.into_dispatch());
         drop(state);
         // From here on it is taken off the list whatever happens.
         let saved = Saved::new(self.clone(), id);
         match self.0.config.policy {
             OffloadPolicy::None => {}
-            OffloadPolicy::All => {
-                self.0.send_off(id);
-            }
+            OffloadPolicy::All => self.0.send_off(id),
             OffloadPolicy::Every(k) => {
                 if position % k == 0 {
                     self.0.send_off(id);
                 }
             }
             OffloadPolicy::Budget(budget) => {
-                // The lock is free again before the loop's body takes it.
-                let oldest = || self.0.lock().beyond(budget);
-                while oldest().is_some_and(|oldest| self.0.send_off(oldest)) {}
+                // The lock is free again before the loop's body takes it. Each is tried once: one that finds no room does not
+                // keep smaller ones here.
+                let oldest = |after| self.0.lock().beyond(budget, after);
+                let mut next = oldest(None);
+                while let Some(id) = next {
+                    self.0.send_off(id);
+                    next = oldest(Some(id));
+                }
             }
         }
         Ok(saved)
@@ -221,9 +178,12 @@ impl Offload {
         ids.into_iter().for_each(|id| self.0.forget(id));
     }
 
-    /// Returns host memory that no tensor uses to the system.
+    /// Returns host memory that no tensor uses to the system, and what is free at the end of the file.
     pub fn trim(&self) {
         self.0.host.trim();
+        if let Some(disk) = &self.0.disk {
+            disk.trim();
+        }
     }
 
     /// The tensor, on its device; those that are needed next begin to come.
@@ -261,34 +221,40 @@ impl Engine {
         }
     }
 
-    /// Begins the copy out; `false` if there is no room anywhere, and the tensor stays.
-    fn send_off(&self, id: u64) -> bool {
-        let mut state = self.with_room();
-        let Some(Entry { bytes, at: Whereabouts::Device(tensor), .. }) = state.entries.get(&id) else { return true };
-        let (bytes, tensor) = (*bytes, tensor.clone());
-        let Some(slot) = self.slot(bytes, is_on_cpu(&tensor)) else {
-            if state.kept == 0 {
-                log::warn!(
-                    "offload: no room for {bytes} bytes, they stay on the device: host memory has {:?}, the disk {:?}",
-                    self.config.host_budget,
-                    self.config.disk
-                );
-            }
-            state.kept += 1;
-            return false;
-        };
+    /// Begins the copy out. Where there is no room anywhere, the tensor stays; one without elements has nothing to copy.
+    fn send_off(&self, id: u64) {
+        let of = |state: &State| state.staying(id).map(|tensor| (state.entries[&id].bytes, is_on_cpu(tensor)));
+        let Some((bytes, on_cpu)) = of(&self.lock()).filter(|(bytes, _)| *bytes > 0) else { return };
+        // Before a place among those on their way is waited for: without a slot none is needed.
+        let Some(slot) = self.slot(bytes, on_cpu) else { return self.refuse(id) };
         let slot = Arc::new(slot);
+        let mut state = self.with_room();
+        // Another thread may have been faster.
+        let Some(tensor) = state.staying(id).cloned() else { return };
         let departure = Arc::new(Departure { tensor });
         let at = Arc::downgrade(&departure);
         let ticket = self.queue.copy_out(departure, slot.clone());
         state.place(id, Whereabouts::Leaving { departure: at, slot, ticket });
-        true
+    }
+
+    fn refuse(&self, id: u64) {
+        let mut state = self.lock();
+        let Some(entry) = state.entries.get_mut(&id) else { return };
+        if std::mem::replace(&mut entry.refused, true) {
+            return; // it counts once
+        }
+        let bytes = entry.bytes;
+        state.kept += 1;
+        if state.kept == 1 {
+            log::warn!(
+                "offload: no room for {bytes} bytes, they stay on the device: host memory has {:?}, the disk {:?}",
+                self.config.host_budget,
+                self.config.disk
+            );
+        }
     }
 
     fn slot(&self, bytes: usize, on_cpu: bool) -> Option<Slot> {
-        if bytes == 0 {
-            return None;
-        }
         let host = || match self.host.reserve(bytes, on_cpu)? {
             buffer if on_cpu => Some(Hold::Host(buffer)),
             counted => Some(Hold::Given(counted, None)),
@@ -319,7 +285,7 @@ impl Engine {
                 Asked::Away => match state.room(self.config.in_flight) {
                     Some(wait) => wait,
                     None => {
-                        self.begin_fetch(&mut state, id);
+                        self.begin_fetch(&mut state, id, true);
                         continue;
                     }
                 },
@@ -329,149 +295,33 @@ impl Engine {
         }
     }
 
-    fn begin_fetch(&self, state: &mut State, id: u64) {
-        let Some(Entry { arrival, at: Whereabouts::Away(slot), .. }) = state.entries.get(&id) else { return };
-        let (slot, arrival) = (slot.clone(), arrival.clone());
+    /// Begins the copy back; `asked`: for somebody who waits for this one, and not ahead of its use.
+    fn begin_fetch(&self, state: &mut State, id: u64, asked: bool) {
+        let Some(entry) = state.entries.get(&id) else { return };
+        let Whereabouts::Away(slot) = &entry.at else { return };
+        let (slot, arrival) = (slot.clone(), entry.arrival.clone());
         let ticket = self.queue.copy_in(slot.clone(), arrival);
-        state.place(id, Whereabouts::Coming { slot, ticket });
+        state.place(id, Whereabouts::Coming { slot, ticket, asked });
     }
 
+    /// Those of a step ahead of those of a step only: what somebody has named may be needed at any time, or never.
     fn fetch_ahead(&self, state: &mut State, id: u64) {
-        let away = |(id, entry): (&u64, &Entry)| matches!(entry.at, Whereabouts::Away(_)).then_some(*id);
         while state.in_flight() < self.config.in_flight {
-            let Some(before) = state.entries.range(..id).rev().find_map(away) else { return };
-            self.begin_fetch(state, before);
+            let Some(before) = state.away_before(id) else { return };
+            self.begin_fetch(state, before, false);
         }
     }
 
     /// Takes it off the list. Copies of it are waited for: afterwards nothing of it is anywhere.
     fn forget(&self, id: u64) {
         let entry = self.lock().entries.remove(&id);
-        match entry.map(|entry| entry.at) {
+        let wait = match entry.map(|entry| entry.at) {
             Some(Whereabouts::Leaving { ticket, .. } | Whereabouts::Here { leaving: Some(ticket), .. }) => {
-                ticket.wait()
+                Wait::Out(ticket)
             }
-            Some(Whereabouts::Coming { ticket, .. }) => ticket.wait(),
-            _ => {}
-        }
-    }
-}
-
-enum Asked {
-    Here(AnyTensor),
-    Coming(Ticket<AnyTensor>),
-    Leaving(Ticket<()>),
-    Away,
-}
-
-impl State {
-    fn place(&mut self, id: u64, at: Whereabouts) {
-        if let Some(entry) = self.entries.get_mut(&id) {
-            entry.at = at;
-        }
-        self.peak = self.peak.max(self.in_flight());
-    }
-
-    /// Takes notice of copies that have ended.
-    fn settle(&mut self) {
-        for entry in self.entries.values_mut() {
-            let ended = match &mut entry.at {
-                Whereabouts::Leaving { slot, ticket, .. } if ticket.is_settled() => {
-                    ticket.take().map(|()| Whereabouts::Away(slot.clone()))
-                }
-                Whereabouts::Coming { slot, ticket } if ticket.is_settled() => ticket
-                    .take()
-                    .map(|tensor| Whereabouts::Here { slot: slot.clone(), tensor, leaving: None, asked: false }),
-                Whereabouts::Here { leaving, .. } => {
-                    // The tensor is here: whether its copy was made does not matter any more.
-                    leaving.take_if(|ticket| ticket.is_settled());
-                    continue;
-                }
-                _ => continue,
-            };
-            entry.at = ended.unwrap_or_else(Whereabouts::Failed);
-        }
-    }
-
-    fn failure(&self) -> Option<OffloadError> {
-        self.entries.values().find_map(|entry| match &entry.at {
-            Whereabouts::Failed(error) => Some(error.clone()),
-            _ => None,
-        })
-    }
-
-    fn in_flight(&self) -> usize {
-        let flies = |entry: &&Entry| match &entry.at {
-            Whereabouts::Leaving { ticket, .. } => !ticket.is_settled(),
-            Whereabouts::Coming { .. } | Whereabouts::Here { .. } => true,
-            Whereabouts::Device(_) | Whereabouts::Away(_) | Whereabouts::Failed(_) => false,
+            Some(Whereabouts::Coming { ticket, .. }) => Wait::In(ticket),
+            _ => return,
         };
-        self.entries.values().filter(flies).count()
-    }
-
-    fn on_device(&self) -> usize {
-        let stays = |entry: &&Entry| matches!(entry.at, Whereabouts::Device(_));
-        self.entries.values().filter(stays).map(|entry| entry.bytes).sum()
-    }
-
-    /// The oldest on the device, if there are more than `budget` bytes.
-    fn beyond(&self, budget: usize) -> Option<u64> {
-        if self.on_device() <= budget {
-            return None;
-        }
-        self.entries.iter().find(|(_, entry)| matches!(entry.at, Whereabouts::Device(_))).map(|(id, _)| *id)
-    }
-
-    /// Makes room for one more in flight: what was fetched ahead goes again, copies out are waited for. Nothing is waited for that
-    /// only the caller could release.
-    fn room(&mut self, limit: usize) -> Option<Wait> {
-        self.settle();
-        if self.in_flight() < limit {
-            return None;
-        }
-        let ahead = self.entries.values_mut().find_map(|entry| match &entry.at {
-            Whereabouts::Here { slot, asked: false, .. } if slot.keeps() => {
-                entry.at = Whereabouts::Away(slot.clone());
-                Some(())
-            }
-            _ => None,
-        });
-        if ahead.is_some() {
-            return self.room(limit);
-        }
-        self.entries.values().find_map(|entry| match &entry.at {
-            Whereabouts::Leaving { ticket, .. } => Some(Wait::Out(ticket.clone())),
-            Whereabouts::Coming { ticket, .. } => Some(Wait::In(ticket.clone())),
-            _ => None,
-        })
-    }
-
-    fn ask(&mut self, id: u64) -> Result<Asked, OffloadError> {
-        let Some(entry) = self.entries.get_mut(&id) else {
-            return Err(OffloadError::GivenUp);
-        };
-        let (asked, here) = match &mut entry.at {
-            Whereabouts::Device(tensor) => (Asked::Here(tensor.clone()), None),
-            Whereabouts::Here { tensor, asked, .. } => {
-                *asked = true;
-                (Asked::Here(tensor.clone()), None)
-            }
-            Whereabouts::Leaving { departure, slot, ticket } => match departure.upgrade() {
-                // Still there: nothing needs to be copied back.
-                Some(departure) => {
-                    let (tensor, slot) = (departure.tensor.clone(), slot.clone());
-                    let leaving = Some(ticket.clone());
-                    (Asked::Here(tensor.clone()), Some(Whereabouts::Here { slot, tensor, leaving, asked: true }))
-                }
-                None => (Asked::Leaving(ticket.clone()), None),
-            },
-            Whereabouts::Coming { ticket, .. } => (Asked::Coming(ticket.clone()), None),
-            Whereabouts::Away(_) => (Asked::Away, None),
-            Whereabouts::Failed(error) => return Err(error.clone()),
-        };
-        if let Some(here) = here {
-            entry.at = here;
-        }
-        Ok(asked)
+        wait.wait();
     }
 }

@@ -1,5 +1,12 @@
 //! Host memory in which tensors wait: maps of exactly the bytes asked for, used again by size.
 //!
+//! ```text
+//! reserved <= max(what was used at once so far, what is used with this buffer)        and at most the budget
+//! ```
+//!
+//! A buffer is made only where none of its size is free, and free ones of other sizes go for it: steps of many lengths take what the
+//! longest of them needs, and not the sum over all lengths.
+//!
 //! Anonymous maps and not the heap: no power of two is taken for a little more than half of it, what is let go returns to the
 //! system at once, and an allocator that counts a CPU device's memory does not count what has left that device.
 
@@ -29,7 +36,7 @@ pub(super) struct HostCounts {
     pub peak: usize,
     /// Of all buffers, free ones among them.
     pub reserved: usize,
-    /// How often the system was asked for memory.
+    /// How often the system was asked for memory; what is only counted asks for none.
     pub allocations: usize,
 }
 
@@ -60,8 +67,9 @@ impl HostPool {
         let map = match state.free.iter().position(|map| mapped && map.len() == bytes) {
             Some(at) => Some(state.free.remove(at)),
             None => {
+                let needed = state.counts.peak.max(state.counts.used.saturating_add(bytes)).min(self.budget);
                 // Others' buffers make room, the largest first.
-                while bytes > self.budget.saturating_sub(state.counts.reserved) {
+                while state.counts.reserved.saturating_add(bytes) > needed {
                     let released = state.free.pop()?.len();
                     state.counts.reserved -= released;
                 }
@@ -150,6 +158,25 @@ mod tests {
         assert_eq!(pool.counts(), HostCounts { used: 0, peak: 256, reserved: 256, allocations: 3 });
         pool.trim();
         assert_eq!(pool.counts().reserved, 0);
+    }
+
+    /// Batches as they come: each step's tensors have another length.
+    #[test]
+    fn steps_of_many_lengths_take_what_the_longest_needs() {
+        let pool = HostPool::new(None);
+        for length in (1000..1032).chain((1000..1032).rev()) {
+            let step: Vec<_> = (0..8).map(|_| pool.reserve(length, true).unwrap()).collect();
+            let counts = pool.counts();
+            assert!(counts.reserved <= counts.peak, "{counts:?}");
+            drop(step);
+            assert!(pool.counts().reserved <= 8 * 1031, "{:?}", pool.counts());
+        }
+        // One length only: what is there is used.
+        let before = pool.counts().allocations;
+        for _ in 0..3 {
+            drop((0..8).map(|_| pool.reserve(1000, true).unwrap()).collect::<Vec<_>>());
+        }
+        assert_eq!(pool.counts().allocations, before, "{:?}", pool.counts());
     }
 
     #[test]

@@ -22,7 +22,15 @@
 //! host:    layers B L E * size                  of it, what fits the budget; the rest on disk, or on the device
 //! ```
 //!
-//! [`saved_bytes`], [`in_flight_bytes`]. Host buffers are taken once, in the first step, and used again.
+//! [`saved_bytes`], [`in_flight_bytes`]. Host buffers are taken once, in the first step, and used again; where lengths change, those of
+//! one length make room for those of the next.
+//!
+//! # What is tested where
+//!
+//! Bits, bytes, order and errors are tested on CPU devices, with copy queues that are late and that fail. On CubeCL's devices (CUDA, Metal,
+//! Vulkan ..) the same code reads into memory that the backend gives, pinned where it pins, and no test here has run it: that nothing
+//! is rounded up, and nothing allocated after the first step, holds there as far as CubeCL's own pool has it so; and what comes back from
+//! disk passes through memory that is not pinned.
 //!
 //! # References
 //!
@@ -34,11 +42,13 @@ mod copy;
 mod disk;
 mod engine;
 mod error;
+mod group;
 mod host;
 mod module;
 mod queue;
 mod saved;
 mod slot;
+mod state;
 mod stats;
 mod ticket;
 

@@ -2,7 +2,8 @@
 
 use std::marker::PhantomData;
 
-use burn::tensor::Tensor;
+use burn::tensor::kind::Basic;
+use burn::tensor::{Float, Tensor};
 
 use super::{Offload, OffloadError};
 
@@ -10,23 +11,23 @@ use super::{Offload, OffloadError};
 ///
 /// From [`get`](Self::get) until it is dropped it is in flight, one of K.
 #[derive(Debug)]
-pub struct Saved<const D: usize> {
+pub struct Saved<const D: usize, K = Float> {
     offload: Offload,
     id: u64,
-    dims: PhantomData<[(); D]>,
+    kind: PhantomData<([(); D], K)>,
 }
 
-impl<const D: usize> Saved<D> {
+impl<const D: usize, K: Basic> Saved<D, K> {
     pub(super) fn new(offload: Offload, id: u64) -> Self {
-        Self { offload, id, dims: PhantomData }
+        Self { offload, id, kind: PhantomData }
     }
 
-    /// The tensor on its device, with the same bits. Those saved before it begin to come, as far as K allows.
+    /// The tensor on its device, with the same bits. Others with names that were saved before it begin to come, as far as K allows.
     ///
     /// # Errors
     ///
     /// [`OffloadError::Disk`] or [`OffloadError::Copy`] if a copy of it failed.
-    pub fn get(&self) -> Result<Tensor<D>, OffloadError> {
+    pub fn get(&self) -> Result<Tensor<D, K>, OffloadError> {
         self.offload.fetch(self.id).map(Tensor::from_dispatch)
     }
 
@@ -35,12 +36,12 @@ impl<const D: usize> Saved<D> {
     /// # Errors
     ///
     /// As [`get`](Self::get).
-    pub fn take(self) -> Result<Tensor<D>, OffloadError> {
+    pub fn take(self) -> Result<Tensor<D, K>, OffloadError> {
         self.get()
     }
 }
 
-impl<const D: usize> Drop for Saved<D> {
+impl<const D: usize, K> Drop for Saved<D, K> {
     fn drop(&mut self) {
         self.offload.forget(self.id);
     }

@@ -19,7 +19,8 @@ pub struct Slot {
 pub(super) enum Hold {
     /// Memory of ours.
     Host(HostBuffer),
-    /// Memory of the backend, pinned where it pins: counted here, until this is dropped, and held as it came.
+    /// Memory of the backend, pinned where it pins: its bytes are counted here, until this is dropped, and it is held as it came. How
+    /// the backend allocates and rounds is not known here.
     Given(#[allow(dead_code)] HostBuffer, Option<TensorData>),
     Disk(DiskPart),
 }

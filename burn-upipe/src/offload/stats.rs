@@ -11,9 +11,10 @@ pub struct OffloadStats {
     pub host_bytes: usize,
     /// The most of them.
     pub host_bytes_peak: usize,
-    /// Bytes of host memory that were taken, free buffers among them: what the budget is about.
+    /// Bytes of host memory that were taken, free buffers among them: what the budget is about. Of memory that a device's backend
+    /// gives (not on a CPU), the tensors' bytes: the backend may round them up, and keep what is free.
     pub host_reserved: usize,
-    /// How often host memory was taken from the system.
+    /// How often host memory was taken from the system; 0 where a device's backend gives it.
     pub allocations: usize,
     /// Bytes of tensors on disk.
     pub disk_bytes: u64,
@@ -23,6 +24,6 @@ pub struct OffloadStats {
     pub in_flight: usize,
     /// The most of them.
     pub in_flight_peak: usize,
-    /// How often a tensor that was to leave found no room.
+    /// Tensors that were to leave and found no room.
     pub kept_on_device: usize,
 }

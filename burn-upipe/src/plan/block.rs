@@ -86,8 +86,8 @@ impl Block {
         let gradient = accounting.gradient.min(size);
         let matrix = |heads: usize| model.width * heads * model.head_dim * gradient;
         let e = checkpoint::saved_bytes(batch, local, model.width, size);
-        let norm = [norm_bytes, norm_backward_bytes]
-            .map(|bytes| bytes(batch, local, techniques.norm_tile, model.width, size));
+        let norm =
+            [norm_bytes, norm_backward_bytes].map(|bytes| bytes(batch, local, techniques.norm_tile, model.width, size));
         Ok(Self {
             shape: (batch, padded.max(seq), model.head_dim, size),
             kernel: KernelBytes {
@@ -103,8 +103,16 @@ impl Block {
                 _ => head_norm_bytes(batch, local, model.heads, model.kv_heads, model.head_dim, size),
             },
             rotation: rotary_bytes(batch, local, model.heads, model.head_dim, size),
-            feed_forward: FeedForwardBytes::new(batch, local, techniques.mlp_tile, model.width, model.inner, size, gradient)
-                .with_widths(accounting.feed_forward),
+            feed_forward: FeedForwardBytes::new(
+                batch,
+                local,
+                techniques.mlp_tile,
+                model.width,
+                model.inner,
+                size,
+                gradient,
+            )
+            .with_widths(accounting.feed_forward),
             norm,
             norm_kept: techniques.norm_tile.is_none(),
             wq: matrix(model.heads),

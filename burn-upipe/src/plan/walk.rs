@@ -154,7 +154,11 @@ impl<'a> Walk<'a> {
     }
 
     fn gathered(&self, elements: usize) -> usize {
-        if self.ranks == 1 { 0 } else { fsdp::forward_bytes(elements, self.ranks, self.setup.accounting.compute, false) }
+        if self.ranks == 1 {
+            0
+        } else {
+            fsdp::forward_bytes(elements, self.ranks, self.setup.accounting.compute, false)
+        }
     }
 
     fn prefetched(&self, elements: usize) -> usize {

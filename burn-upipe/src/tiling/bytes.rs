@@ -54,7 +54,13 @@ impl FeedForwardBytes {
         gradient: usize,
     ) -> Self {
         let row = |width: usize| even_bytes(batch, local, tile.unwrap_or(local), width, size);
-        Self { inner: row(inner), width: row(width), weights: width * inner * gradient, wide: FeedForwardWidths::BURN, tiled: tile.is_some() }
+        Self {
+            inner: row(inner),
+            width: row(width),
+            weights: width * inner * gradient,
+            wide: FeedForwardWidths::BURN,
+            tiled: tile.is_some(),
+        }
     }
 
     /// Of another implementation than [Burn's](FeedForwardWidths::BURN).

@@ -17,7 +17,5 @@ mod cross_entropy;
 mod tokens;
 
 pub use bytes::{CrossEntropyBytes, FeedForwardBytes, FeedForwardWidths, norm_backward_bytes, norm_bytes};
-pub use cross_entropy::{
-    LossShare, TiledLinearCrossEntropy, TokenLoss, tiled_cross_entropy, tiled_cross_entropy_over,
-};
+pub use cross_entropy::{LossShare, TiledLinearCrossEntropy, TokenLoss, tiled_cross_entropy, tiled_cross_entropy_over};
 pub use tokens::{TiledMlp, TiledNorm, even_bytes, tile_bytes, tiles};

@@ -85,6 +85,13 @@ impl HeadNorm {
 /// ```text
 /// B L (H + G) D size, and B L H D max(size, 4)
 /// ```
-pub fn head_norm_bytes(batch: usize, local: usize, heads: usize, kv_heads: usize, dim: usize, size: usize) -> [usize; 2] {
+pub fn head_norm_bytes(
+    batch: usize,
+    local: usize,
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    size: usize,
+) -> [usize; 2] {
     [batch * local * (heads + kv_heads) * dim * size, batch * local * heads * dim * size.max(4)]
 }

@@ -7,10 +7,15 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::thread::{sleep, spawn};
 use std::time::Duration;
 
-use burn::tensor::{Device, Tensor};
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_context_parallel::Error;
 use burn_context_parallel::vjp::AnyTensor;
+use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::offload::{
-    Arrival, CopyQueue, CopyThread, Departure, Disk, Offload, OffloadConfig, OffloadError, Place, Slot, Ticket,
+    Arrival, CopyQueue, CopyThread, Departure, Disk, Offload, OffloadConfig, OffloadError, Offloaded, Place, Slot,
+    Ticket,
 };
 
 /// An engine to host memory.
@@ -120,4 +125,83 @@ impl CopyQueue for Failing {
 /// The bytes of a tensor.
 pub fn bytes<const D: usize>(x: Tensor<D>) -> Vec<u8> {
     x.into_data().as_bytes().to_vec()
+}
+
+/// Blocks whose inputs are kept.
+#[derive(Module, Debug)]
+pub struct Net {
+    pub blocks: Vec<Offloaded<Checkpointed<Linear>>>,
+}
+
+impl Net {
+    pub fn new(blocks: usize, device: &Device) -> Self {
+        let linear = || LinearConfig::new(8, 8).init(device);
+        let net = Self { blocks: (0..blocks).map(|_| Offloaded::new(Checkpointed::new(linear()))).collect() };
+        net.fork(device)
+    }
+
+    pub fn with(mut self, offload: &Offload) -> Self {
+        self.blocks = self.blocks.into_iter().map(|block| block.with(Some(offload))).collect();
+        self
+    }
+
+    /// The sum of what comes out. Block `fails` panics in forward.
+    pub fn loss(&self, fails: Option<usize>) -> Tensor<1> {
+        let mut x = Tensor::<2>::ones([16, 8], &Device::flex().autodiff());
+        for (i, block) in self.blocks.iter().enumerate() {
+            x = block.forward(x, move |linear: &Linear, x| {
+                if fails == Some(i) {
+                    burn_context_parallel::raise(Error::invalid("block", format!("block {i} fails"), "never mind"));
+                }
+                linear.forward(x).tanh()
+            });
+        }
+        x.sum()
+    }
+
+    /// The loss, and the gradient of the first weight.
+    pub fn step(&self, fails: Option<usize>) -> (f32, TensorData) {
+        let loss = self.loss(fails);
+        let grads = loss.backward();
+        (loss.into_scalar::<f32>(), self.blocks[0].inner.inner.weight.val().grad(&grads).unwrap().into_data())
+    }
+}
+
+/// Nothing is saved, and nothing on its way.
+pub fn is_empty(offload: &Offload) {
+    let stats = offload.stats();
+    assert_eq!((stats.saved, stats.host_bytes, stats.disk_bytes), (0, 0, 0), "{stats:?}");
+    assert_eq!((stats.in_flight, stats.device_bytes), (0, 0), "{stats:?}");
+}
+
+/// Waits until nothing is on its way.
+pub fn settled(offload: &Offload) {
+    while offload.stats().in_flight > 0 {
+        std::thread::yield_now();
+    }
+}
+
+/// Copies like a thread, and counts what came back.
+#[derive(Debug)]
+pub struct Counting {
+    inner: CopyThread,
+    /// How many copies back have begun.
+    pub back: Arc<AtomicUsize>,
+}
+
+impl Counting {
+    pub fn new() -> Self {
+        Self { inner: CopyThread::new().expect("a thread"), back: Arc::default() }
+    }
+}
+
+impl CopyQueue for Counting {
+    fn copy_out(&self, from: Arc<Departure>, to: Arc<Slot>) -> Ticket<()> {
+        self.inner.copy_out(from, to)
+    }
+
+    fn copy_in(&self, from: Arc<Slot>, to: Arrival) -> Ticket<AnyTensor> {
+        self.back.fetch_add(1, SeqCst);
+        self.inner.copy_in(from, to)
+    }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn_upipe::offload::{Disk, Offload, OffloadConfig, OffloadError, OffloadPolicy, Place, host_budget};
+use burn_upipe::offload::{Disk, Offload, OffloadConfig, OffloadPolicy, Place, host_budget};
 use clap::ValueEnum;
 
 use crate::cli::Args;
@@ -101,18 +101,24 @@ impl OffloadPlan {
         }))
     }
 
-    /// A rank's engine, made on its thread: an equal share of the budgets.
-    pub(crate) fn engine(&self, ranks: usize, out: &Path) -> std::result::Result<Offload, OffloadError> {
+    /// The settings of each rank's engine: an equal share of the budgets. Made once, before there are ranks: each would find what
+    /// the others have left.
+    pub(crate) fn of_ranks(&self, ranks: usize, out: &Path) -> OffloadConfig {
+        self.of_ranks_with(ranks, out, host_budget)
+    }
+
+    fn of_ranks_with(&self, ranks: usize, out: &Path, host_budget: impl FnOnce() -> usize) -> OffloadConfig {
         let share = |bytes: usize| bytes / ranks.max(1);
         let folder = self.folder.clone().or_else(|| (self.place == Place::Disk).then(|| out.to_owned()));
-        let disk = folder.map(|folder| Disk { folder, budget: self.disk_budget.map(|bytes| bytes / ranks as u64) });
+        let disk_budget = self.disk_budget.map(|bytes| bytes / ranks.max(1) as u64);
+        let disk = folder.map(|folder| Disk { folder, budget: disk_budget });
         let host = (self.place == Place::Host).then(|| share(self.host_budget.unwrap_or_else(host_budget)));
         let policy = match self.policy {
             OffloadPolicy::Budget(bytes) => OffloadPolicy::Budget(share(bytes)),
             policy => policy,
         };
         let config = OffloadConfig::new().with_place(self.place).with_policy(policy).with_in_flight(self.in_flight);
-        Offload::new(config.with_host_budget(host).with_disk(disk))
+        config.with_host_budget(host).with_disk(disk)
     }
 }
 
@@ -172,5 +178,32 @@ impl fmt::Display for OffloadPlan {
             write!(f, " in {disk}")?;
         }
         write!(f, "; at most {} in flight on each rank", self.in_flight)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_share_what_was_left_before_they_were_there() {
+        let plan = OffloadPlan {
+            place: Place::Host,
+            policy: OffloadPolicy::Budget(1003),
+            in_flight: 3,
+            host_budget: None,
+            folder: Some("elsewhere".into()),
+            disk_budget: Some(10),
+        };
+        let out = Path::new("out");
+        let config = plan.of_ranks_with(4, out, || 4001);
+        assert_eq!((config.host_budget, config.policy, config.in_flight), (Some(1000), OffloadPolicy::Budget(250), 3));
+        assert_eq!(config.disk, Some(Disk { folder: "elsewhere".into(), budget: Some(2) }));
+        let typed = OffloadPlan { host_budget: Some(80), ..plan.clone() };
+        let config = typed.of_ranks_with(4, out, || panic!("nobody needs to know"));
+        assert_eq!(config.host_budget, Some(20));
+        let disk = OffloadPlan { place: Place::Disk, folder: None, disk_budget: None, ..plan };
+        let config = disk.of_ranks_with(2, out, || panic!("nothing goes there"));
+        assert_eq!((config.host_budget, config.disk), (None, Some(Disk { folder: "out".into(), budget: None })));
     }
 }

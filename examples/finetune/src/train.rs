@@ -14,6 +14,7 @@ use burn_context_parallel::phase;
 use burn_upipe::learner::checkpoint::CheckpointError;
 use burn_upipe::learner::stop::Decision;
 use burn_upipe::learner::training::{Holding, restore};
+use burn_upipe::offload::{Offload, OffloadConfig};
 use burn_upipe::profile::heap;
 use llama::{Llama, adamw_rule, precision};
 
@@ -119,11 +120,12 @@ pub fn train(
     let ranks = profiling.clone();
     let waited = Arc::new(Mutex::new(Waited::default()));
     let most = waited.clone();
+    let offload = plan.offload.as_ref().map(|offload| offload.of_ranks(plan.ranks, &saving.out));
     let trained = on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
         let report = |event| (report.lock().unwrap_or_else(PoisonError::into_inner))(event);
         let profile = ranks.as_ref().map(|ranks| ranks.rank(mesh.world().rank()));
-        let holding = ready.holding.clone();
-        Rank { plan, mesh, saving: &saving, device: &device, holding, profile: profile.as_ref(), waited: &most }
+        let (holding, profile, offload) = (ready.holding.clone(), profile.as_ref(), offload.as_ref());
+        Rank { plan, mesh, saving: &saving, device: &device, holding, profile, offload, waited: &most }
             .train(ready, report)
     });
     let failure = trained.as_ref().err().map(|error| error as &(dyn std::error::Error + 'static));
@@ -141,6 +143,7 @@ struct Rank<'a> {
     device: &'a Device,
     holding: Holding,
     profile: Option<&'a RankProfile>,
+    offload: Option<&'a OffloadConfig>,
     waited: &'a Arc<Mutex<Waited>>,
 }
 
@@ -150,10 +153,9 @@ impl Rank<'_> {
         let first = mesh.world().rank() == 0;
         let mut model = ready.model;
         // On the rank's own thread: what it allocates is the rank's.
-        let _waiting = match &plan.offload {
+        let _waiting = match self.offload {
             Some(offload) => {
-                let engine =
-                    offload.engine(plan.ranks, &self.saving.out).map_err(burn_context_parallel::Error::from)?;
+                let engine = Offload::new(offload.clone()).map_err(burn_context_parallel::Error::from)?;
                 model = model.offload(&engine);
                 Some(Waiting { engine, most: self.waited.clone() })
             }

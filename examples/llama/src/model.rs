@@ -114,10 +114,10 @@ impl Llama {
         let each = self.settings.blocks_per_checkpoint;
         for (at, group) in self.layers.chunks(each).enumerate() {
             x = match group {
-                [first, _, ..] if first.inner.is_enabled() => phase::around("block", Some(at * each), x, |x| {
+                [first, _, ..] if first.inner.is_enabled() => {
                     let blocks = group.iter().map(|layer| &layer.inner.inner);
-                    forward_group(blocks, first.offload(), x, |block, x| block.forward(x))
-                }),
+                    forward_group(blocks, at * each, first.offload(), x, |block, x| block.forward(x))
+                }
                 layers => layers.iter().enumerate().fold(x, |x, (index, layer)| {
                     let around = |x| layer.forward(x, |block, x| block.forward(x));
                     phase::around("block", Some(at * each + index), x, around)
