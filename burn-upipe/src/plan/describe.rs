@@ -48,6 +48,17 @@ impl fmt::Display for Techniques {
             if offload.every > 1 {
                 write!(f, " of one input in {}", offload.every)?;
             }
+            if offload.keep > 0 {
+                write!(f, " of all but the newest {}", Bytes(offload.keep))?;
+            }
+            match (offload.place, offload.host_budget, offload.disk_budget) {
+                (WaitingPlace::Host, Some(host), None) => write!(f, ", at most {}", Bytes(host))?,
+                (WaitingPlace::Host, Some(host), Some(disk)) => {
+                    write!(f, ", at most {}, then {} to disk", Bytes(host), Bytes(disk))?;
+                }
+                (WaitingPlace::Disk, _, Some(disk)) => write!(f, ", at most {}", Bytes(disk))?,
+                _ => {}
+            }
             if offload.in_flight != 2 {
                 write!(f, ", {} in flight", offload.in_flight)?;
             }

@@ -232,7 +232,17 @@ fn arguments(setup: &Setup) -> String {
         None => "--offload none".to_owned(),
         Some(offload) => {
             let place = if offload.place == WaitingPlace::Host { "host" } else { "disk" };
-            format!("--offload {place} --offload-every {} --in-flight {}", offload.every, offload.in_flight)
+            let budgets = [
+                ("budget", (offload.keep > 0).then_some(offload.keep)),
+                ("host-budget", offload.host_budget),
+                ("disk-budget", offload.disk_budget),
+            ];
+            let budgets = budgets.map(|(name, bytes)| {
+                bytes
+                    .map_or(String::new(), |bytes| format!(" --offload-{name} {}", bytes.saturating_mul(setup.ranks())))
+            });
+            let every = if offload.keep > 0 { String::new() } else { format!(" --offload-every {}", offload.every) };
+            format!("--offload {place}{every} --in-flight {}{}", offload.in_flight, budgets.concat())
         }
     });
     words.push(format!("--optimizer {}", if techniques.optimizer == StatePlace::Host { "host" } else { "device" }));

@@ -144,6 +144,15 @@ pub struct Args {
     /// Offload the input of one checkpoint in N. Default: all.
     #[arg(long, value_name = "N", value_parser = at_least_one, allow_negative_numbers = true, help_heading = "Techniques")]
     pub offload_every: Option<usize>,
+    /// Offload only inputs beyond this on the device, over all ranks: the newest stay.
+    #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Techniques")]
+    pub offload_budget: Option<usize>,
+    /// Host memory for them, over all ranks. Default: no limit but the host's. With --offload host.
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, help_heading = "Techniques")]
+    pub offload_host_budget: Option<usize>,
+    /// Disk for them, over all ranks; with --offload host what finds no room there goes to it. What finds none at all stays on the device.
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, help_heading = "Techniques")]
+    pub offload_disk_budget: Option<usize>,
     /// How many offloaded inputs are on their way at once. Default: 2.
     #[arg(long, alias = "offload-in-flight", value_name = "K", value_parser = at_least_one, allow_negative_numbers = true, help_heading = "Techniques")]
     pub in_flight: Option<usize>,

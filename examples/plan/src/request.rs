@@ -56,7 +56,7 @@ impl Request {
             return Err(Error::input("--heads-per-stage without stages", "use --attention upipe, or leave it out"));
         }
         let machines = machines(args)?;
-        let techniques = techniques(args, machines.hardware.kind);
+        let techniques = techniques(args, &machines);
         check_offload(args, mode, &techniques)?;
         let compute = args.dtype.map_or(machines.hardware.compute(), Compute::from);
         match (compute, machines.hardware.kind) {
@@ -161,11 +161,19 @@ fn attention(args: &Args, scheme: Scheme) -> Attention {
     }
 }
 
-fn offload(args: &Args, waiting: Waiting) -> Option<OffloadPlan> {
+fn offload(args: &Args, waiting: Waiting, ranks: usize) -> Option<OffloadPlan> {
+    let share = |bytes: Option<usize>| bytes.map(|bytes| bytes / ranks.max(1));
     let to = |place| {
-        let usual = Techniques::all().offload?;
+        let usual = OffloadPlan::to(place);
         let in_flight = args.in_flight.unwrap_or(usual.in_flight);
-        Some(OffloadPlan { place, in_flight, every: args.offload_every.unwrap_or(1), ..usual })
+        Some(OffloadPlan {
+            in_flight,
+            every: args.offload_every.unwrap_or(1),
+            keep: share(args.offload_budget).unwrap_or(0),
+            host_budget: share(args.offload_host_budget),
+            disk_budget: share(args.offload_disk_budget),
+            ..usual
+        })
     };
     match waiting {
         Waiting::None => None,
@@ -176,10 +184,29 @@ fn offload(args: &Args, waiting: Waiting) -> Option<OffloadPlan> {
 
 /// Nothing that is typed is without effect.
 fn check_offload(args: &Args, mode: Mode, techniques: &Techniques) -> Result<()> {
+    let budgets = [
+        ("--offload-budget", args.offload_budget),
+        ("--offload-host-budget", args.offload_host_budget),
+        ("--offload-disk-budget", args.offload_disk_budget),
+    ];
     let typed = [("--offload-every", args.offload_every), ("--in-flight", args.in_flight)];
-    let Some((name, number)) = typed.into_iter().find_map(|(name, number)| Some((name, number?))) else {
+    let Some((name, number)) = typed.into_iter().chain(budgets).find_map(|(name, number)| Some((name, number?))) else {
         return Ok(());
     };
+    let budget = budgets.iter().find_map(|(name, bytes)| bytes.is_some().then_some(*name));
+    if let (Some(_), Some(_)) = (args.offload_every, args.offload_budget) {
+        return Err(Error::input("--offload-every and --offload-budget together", "leave one of them out"));
+    }
+    if let (Some(OffloadPlan { place: WaitingPlace::Disk, .. }), Some(_)) =
+        (techniques.offload, args.offload_host_budget)
+    {
+        let remedy = "leave it out, or use --offload host with --offload-disk-budget: what does not fit goes there";
+        return Err(Error::input("--offload-host-budget with --offload disk", remedy));
+    }
+    if let (Mode::Fit, None, Some(budget)) = (mode, args.offload, budget) {
+        let remedy = "say which with --offload host or disk: a search looks at offload without budgets";
+        return Err(Error::input(format!("{budget} where the place is searched"), remedy));
+    }
     // A search may still find a place for them.
     let searched = mode == Mode::Fit && args.offload.is_none() && techniques.checkpoint.is_some();
     if techniques.offload.is_some() || searched {
@@ -197,10 +224,11 @@ fn place(place: Place) -> StatePlace {
 }
 
 /// All of them, but for what was typed.
-fn techniques(args: &Args, kind: DeviceKind) -> Techniques {
+fn techniques(args: &Args, machines: &Machines) -> Techniques {
     let checkpoint = args.checkpoint.map_or(Some(1), |checkpoint| checkpoint.0);
     // To where the device's memory is nothing is gained; without checkpoints nothing waits.
-    let waiting = if kind == DeviceKind::Gpu && checkpoint.is_some() { Waiting::Host } else { Waiting::None };
+    let waiting =
+        if machines.hardware.kind == DeviceKind::Gpu && checkpoint.is_some() { Waiting::Host } else { Waiting::None };
     let tile = |tile: Option<Tile>, usual| tile.unwrap_or(Tile::On).or(usual);
     let on = |switch: Option<Switch>| switch.unwrap_or(Switch::On) == Switch::On;
     Techniques {
@@ -209,7 +237,7 @@ fn techniques(args: &Args, kind: DeviceKind) -> Techniques {
         mlp_tile: tile(args.mlp_tile, MLP_TILE),
         norm_tile: tile(args.norm_tile, NORM_TILE),
         loss_tile: tile(args.loss_tile, LOSS_TILE),
-        offload: offload(args, args.offload.unwrap_or(waiting)),
+        offload: offload(args, args.offload.unwrap_or(waiting), machines.count),
         fsdp: on(args.fsdp),
         prefetch: on(args.prefetch),
         optimizer: place(args.optimizer.unwrap_or(Place::Device)),
@@ -246,9 +274,15 @@ fn choices(args: &Args, machines: &Machines, setup: &Setup) -> Choices {
         (None, Some(waiting)) => waiting == Waiting::None,
         // To where the device's memory is nothing is gained.
         (Some(plan), None) => on_gpu || plan.place == WaitingPlace::Disk,
-        (Some(plan), Some(waiting)) => Some(plan.place) == offload(args, waiting).map(|typed| typed.place),
+        (Some(plan), Some(_)) => Some(plan.place) == typed.offload.map(|typed| typed.place),
     });
     for plan in choices.offload.iter_mut().flatten() {
+        if let (Some(typed), true) = (typed.offload, args.offload.is_some()) {
+            let OffloadPlan { keep, host_budget, disk_budget, .. } = typed;
+            // What stays is one policy, every how many another.
+            let every = if keep > 0 { 1 } else { plan.every };
+            *plan = OffloadPlan { every, keep, host_budget, disk_budget, ..*plan };
+        }
         plan.every = args.offload_every.unwrap_or(plan.every);
         plan.in_flight = args.in_flight.unwrap_or(plan.in_flight);
     }

@@ -58,6 +58,22 @@ fn json(line: &str) -> Value {
 )]
 #[case("--model llama-3-8b --seq-len 1M --in-flight 3", "--in-flight 3 where nothing is offloaded")]
 #[case("fit --model llama-3-8b --seq-len 1M --offload none --in-flight 3", "--in-flight 3 where nothing is offloaded")]
+#[case(
+    "--model llama-3-8b --seq-len 1M --offload none --offload-budget 1G",
+    "--offload-budget 1073741824 where nothing is offloaded"
+)]
+#[case(
+    "--model llama-3-8b --seq-len 1M --offload host --offload-every 2 --offload-budget 1G",
+    "together: leave one of them out"
+)]
+#[case(
+    "--model llama-3-8b --seq-len 1M --offload disk --offload-host-budget 1G",
+    "--offload-host-budget with --offload disk: leave it out"
+)]
+#[case(
+    "fit --model llama-3-8b --device h100 --seq-len 1M --offload-disk-budget 1G",
+    "say which with --offload host or disk"
+)]
 #[case("--model llama-3-8b --seq-len 1M --attention ring", "possible values: single, ulysses, upipe")]
 #[case("--model llama-3-8b --seq-len 1M --heads-per-stage 33", "33 heads a stage of 32 query heads: use 1 to 32")]
 #[case("--model llama-3-8b --seq-len 1M --heads-per-stage 8 --attention ulysses", "--heads-per-stage without stages")]
@@ -172,6 +188,8 @@ fn what_fit_finds_can_be_typed() {
 #[case("--offload-every 4 --in-flight 1", &["--offload-every 4 --in-flight 1"])]
 #[case("--offload disk --in-flight 3", &["--offload disk ", "--in-flight 3"])]
 #[case("--offload none", &["--offload none"])]
+#[case("--offload host --offload-host-budget 80G --offload-disk-budget 1T", &["--offload host", "--offload-host-budget 85899345920 --offload-disk-budget 1099511627776"])]
+#[case("--offload disk --offload-budget 8G", &["--offload disk --in-flight 2 --offload-budget 8589934592"])]
 #[case("--checkpoint 3 --optimizer host", &["--checkpoint 3", "--optimizer host"])]
 #[case("--norm-tile 100 --mlp-tile off", &["--mlp-tile off --norm-tile 100"])]
 fn what_is_typed_is_held(#[case] typed: &str, #[case] words: &[&str]) {
@@ -184,6 +202,31 @@ fn what_is_typed_is_held(#[case] typed: &str, #[case] words: &[&str]) {
     let same = json(&format!("{ON_8} --seq-len 512K {arguments}"));
     for field in ["device_bytes_peak", "host_bytes", "disk_bytes", "seconds", "techniques", "parts", "arguments"] {
         assert_eq!(found[field], same[field], "{field}");
+    }
+}
+
+/// Block inputs of 512K tokens over 8 ranks: 32 of 512 MiB on each.
+#[test]
+fn what_finds_no_room_on_the_host_goes_to_disk_and_then_stays() {
+    const INPUT: u64 = 512 << 20;
+    let line = |typed: &str| json(&format!("{ON_8} --seq-len 512K {typed}"));
+    let waiting = |answer: &Value| (answer["host_bytes"].as_u64().unwrap(), answer["disk_bytes"].as_u64().unwrap());
+    let saved = |answer: &Value| {
+        let phases = answer["phases"].as_array().unwrap();
+        let backward = phases.iter().find(|phase| phase["name"] == "loss backward").unwrap();
+        backward["parts"]["saved inputs"].as_u64().unwrap_or(0)
+    };
+    let all = line("");
+    assert_eq!((waiting(&all), saved(&all)), ((32 * INPUT, 0), 0));
+    let spilled = line("--offload host --offload-host-budget 80G --offload-disk-budget 48G");
+    assert_eq!((waiting(&spilled), saved(&spilled)), ((20 * INPUT, 12 * INPUT), 0));
+    let kept = line("--offload host --offload-host-budget 80G");
+    assert_eq!((waiting(&kept), saved(&kept)), ((20 * INPUT, 0), 12 * INPUT));
+    let newest = line("--offload disk --offload-budget 40G");
+    assert_eq!((waiting(&newest), saved(&newest)), ((0, 22 * INPUT), 10 * INPUT));
+    for answer in [&spilled, &kept, &newest] {
+        let arguments = answer["arguments"].as_str().unwrap();
+        assert_eq!(line(arguments), *answer, "{arguments}");
     }
 }
 
