@@ -98,11 +98,11 @@ where
         (y, witness)
     };
     let backward = move |(shards, f): Parts<M, F>, saved: Waiting<D>, dy: Tensor<D>| {
-        let mut x = None;
+        let mut x: Option<Tensor<D>> = None;
         let mut tapes = Vec::with_capacity(shards.len());
         for (at, (block, unit, dtypes)) in shards.into_iter().enumerate() {
             let _phase = block_phase(at, Pass::Backward);
-            let input = x.take().map_or_else(|| saved.kept.get().or_raise(), |x: Tensor<D>| x);
+            let input = x.take().unwrap_or_else(|| saved.kept.get().or_raise());
             let module = unit.gather(&block).or_raise().train();
             let from = input.autodiff().require_grad();
             let to = {
