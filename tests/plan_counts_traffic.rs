@@ -71,10 +71,10 @@ fn parallel(techniques: &Techniques) -> ParallelConfig {
             Attention::UPipe { per_stage } => AttentionScheme::UPipe { heads_per_stage: per_stage },
         },
         checkpoint: techniques.checkpoint.is_some(),
+        blocks_per_checkpoint: techniques.checkpoint.unwrap_or(1),
         mlp_tile: techniques.mlp_tile,
         norm_tile: techniques.norm_tile,
         loss_tile: techniques.loss_tile,
-        ..ParallelConfig::none()
     }
 }
 
@@ -156,6 +156,19 @@ fn shards_with_every_technique() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Blocks of one checkpoint are gathered and reduced one by one.
+#[test]
+fn several_blocks_a_checkpoint() {
+    let config = llama(4, 2);
+    for blocks in [2, 3, 4] {
+        for (fsdp, prefetch) in [(false, false), (true, false), (true, true)] {
+            let techniques =
+                Techniques { attention: UPIPE, checkpoint: Some(blocks), fsdp, prefetch, ..Techniques::none() };
+            agree(&setup(&config, (2, 2), 9, techniques), &config);
         }
     }
 }

@@ -159,12 +159,12 @@ proptest! {
         prop_assert_eq!(time(&small, &machines).unwrap(), time(&large, &machines).unwrap());
     }
 
-    /// With all else equal, one head a rank and stage, of several stages. Beside its stages U-Pipe sums the gradients of its own weights, which
-    /// Ulysses makes when its buffers are gone: of a few tokens those weigh more.
+    /// With all else equal, one head a rank and stage. Beside its stages U-Pipe sums the gradients of its own weights, which Ulysses makes when its
+    /// buffers are gone: of a few tokens those weigh more.
     #[test]
     fn upipe_takes_no_more_than_ulysses(setup in setup()) {
         let with = |attention| Setup { techniques: Techniques { attention, ..setup.techniques }, ..setup.clone() };
-        prop_assume!(setup.model.heads >= 2 * setup.mesh.ulysses && setup.mesh.ulysses > 1);
+        prop_assume!(setup.mesh.ulysses > 1);
         let ModelShape { width, heads, kv_heads, head_dim, .. } = setup.model;
         let weights = 2 * width * (heads + kv_heads) * head_dim * setup.accounting.compute;
         let (upipe, ulysses) = (with(Attention::UPipe { per_stage: None }), with(Attention::Ulysses));

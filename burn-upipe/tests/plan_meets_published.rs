@@ -95,8 +95,8 @@ fn alst_fits_what_it_fitted_and_ends_where_it_ended(
 fn each_rung_of_alst_fits_what_it_fitted(#[case] rung: &str, #[case] len: usize) {
     let setup = alst_rung(rung, len);
     assert!(fits(&setup), "{rung}: {:?}", memory(&setup).unwrap().peak());
-    // And not very much more: four times as much does not.
-    assert!(!fits(&alst_rung(rung, 4 * len)));
+    // And not half as much again.
+    assert!(!fits(&alst_rung(rung, len + len / 2)));
 }
 
 /// On 8 GPUs.
@@ -198,14 +198,14 @@ fn everything_else_side_by_side() {
                 Tokens(len),
                 100.0 * (ours / theirs - 1.0)
             );
-            assert!((ours / theirs - 1.0).abs() < 0.35, "{ours} {theirs}");
+            assert!((ours / theirs - 1.0).abs() < 0.1, "{ours} {theirs}");
         }
     }
 
     println!("\nladder, Llama 3 8B at 3M on 8 x H100, GiB: ours, published");
     let published_rungs = [
         "119 of states alone (here 16 bytes a parameter: 119.7)",
-        "15.0 + 7680, 10 u a block: of attention alone; here with 5 F of the feed-forward, norms and residuals",
+        "15.0 + 7680, 10 u a block: of attention alone; here with 4 F of the feed-forward, norms and residuals",
         "15.0 + 960: as above",
         "15.0 + 126, 96 of them inputs of blocks; here logits, too: 188 GiB in f32, three times",
         "15.0 + 33.0 + 368: logits in bf16 and f32; here three times in f32",

@@ -90,7 +90,7 @@ impl UlyssesBytes {
     }
 
     /// The peak of the forward pass, with q, k and v of this rank's tokens. `kept` says whether somebody holds these to its end: the
-    /// caller, a tape, a transport that copies.
+    /// caller, or a transport that copies.
     ///
     /// ```text
     /// max(q + 2 k + q' + 2 k' + sent, [q + 2 k] + q' + 2 k' + q' + lse + max(scratch, q + 2 sent))
@@ -102,20 +102,22 @@ impl UlyssesBytes {
         exchanging.max(attending + kernel.scratch[0].max(self.q + 2 * self.sent))
     }
 
-    /// The peak of the backward pass, with what was [saved](Self::saved), out, d_out and the gradients of q, k and v. `kept` says whether out
-    /// and d_out are held to its end.
+    /// The peak of the backward pass, with what was [saved](Self::saved), out, d_out and the gradients of q, k and v. `kept` says whether all
+    /// that was sent or used is held to its end, as by a transport that copies.
     ///
     /// ```text
-    /// here = saved + d_out' + delta, grads = dq' + dk' + dv' as the kernel gives them
-    /// max(out + d_out + here + sent, [out + d_out] + here + grads + max(casts + scratch, q + 2 k + sent))
+    /// here = saved + d_out' + delta, grads = dq' + dk' + dv' as the kernel gives them, back = q + 2 k + sent
+    /// not kept: max(out + d_out + here + sent, here + grads + casts + scratch, grads + back)
+    /// kept:     max(out + d_out + here + sent, out + d_out + here + grads + max(casts + scratch, back))
     /// ```
     pub fn backward(&self, kernel: &KernelBytes, kept: bool) -> usize {
         let output = 2 * self.q;
         let here = self.saved() + self.q_heads + self.rows;
-        let attending = if kept { output } else { 0 } + here + self.gradients(kernel);
-        let casts = kernel.cast((2 * self.q_heads + 2 * self.k_heads) / self.size, self.size);
-        let returning = self.q + 2 * self.k + self.sent;
-        (output + here + self.sent).max(attending + returning.max(casts + kernel.scratch[1]))
+        let gradients = self.gradients(kernel);
+        let attending = here + gradients + kernel.cast((2 * self.q_heads + 2 * self.k_heads) / self.size, self.size);
+        let returning = gradients + self.q + 2 * self.k + self.sent;
+        let (before, after) = if kept { (output, output + here) } else { (0, 0) };
+        (output + here + self.sent).max(before + attending + kernel.scratch[1]).max(after + returning)
     }
 
     /// dq', dk', dv'. A kernel that casts nothing sums dk and dv in its result's type only where query heads share them.

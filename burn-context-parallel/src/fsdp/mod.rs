@@ -84,8 +84,8 @@ pub use embedding::embedding;
 pub use gather::Gather;
 pub use optimizer::{ShardedOptimizer, StatePlace};
 pub use placement::{
-    Placement, accumulation_bytes, backward_bytes, forward_bytes, gather_bytes, reduce_bytes, reduction_bytes,
-    shard_bytes, state_bytes,
+    Placement, accumulation_bytes, backward_bytes, forward_bytes, gather_bytes, gathered_bytes, reduce_bytes,
+    reduction_bytes, shard_bytes, state_bytes,
 };
 pub use unit::Unit;
 pub use whole::whole_shapes;

@@ -91,7 +91,13 @@ pub fn shard_bytes(elements: impl IntoIterator<Item = usize>, ranks: usize, size
 /// Bytes that exist beside the shards while a block of `elements` runs forward: its weights in `compute` bytes an element, this
 /// rank's part of the exchange, and as much again for the next block under prefetch.
 pub fn forward_bytes(elements: usize, ranks: usize, compute: usize, prefetch: bool) -> usize {
-    (elements + elements.div_ceil(ranks.max(1))) * compute * if prefetch { 2 } else { 1 }
+    let part = elements.div_ceil(ranks.max(1)) * compute;
+    (gathered_bytes(elements, compute) + part) * if prefetch { 2 } else { 1 }
+}
+
+/// Bytes of a block's weights of `elements` once they are gathered: [`forward_bytes`] without what the exchange itself takes.
+pub fn gathered_bytes(elements: usize, compute: usize) -> usize {
+    elements * compute
 }
 
 /// As [`forward_bytes`], in the backward pass: the block's gradients in `compute` bytes an element and [`reduction_bytes`] come on top.

@@ -7,8 +7,8 @@
 //!               └──► used from where it is
 //! ```
 //!
-//! Leaving, coming and here are in flight: the device holds the tensor because of offload. There are at most K of them: `save`
-//! waits for the oldest copy out, and nothing is fetched ahead beyond it. Saved tensors are needed in the opposite order of their
+//! Leaving, coming and here are in flight: the device holds the tensor because of offload. There are at most K of them, unless
+//! more than that were asked for by hand and are still held: `save` waits for the oldest copy out, and nothing is fetched ahead beyond K. Saved tensors are needed in the opposite order of their
 //! saving, so what is fetched ahead is what was saved before the one that is asked for.
 
 use std::fmt;

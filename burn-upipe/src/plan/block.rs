@@ -40,6 +40,8 @@ pub(super) struct Block {
     shape: (usize, usize, usize, usize),
     kernel: KernelBytes,
     copying: bool,
+    /// Attention's output once more, tokens first, where nothing is exchanged.
+    again: usize,
     /// [B, L, E].
     pub e: usize,
     /// Tensors of attention where nothing is exchanged, and of Ulysses.
@@ -65,7 +67,7 @@ impl Block {
         let ranks = setup.mesh.ulysses;
         let core = |error: burn_context_parallel::Error| PlanError::Core(error);
         let split = HeadSplit::new(model.heads, model.kv_heads, ranks).map_err(core)?;
-        let scheme = match techniques.attention {
+        let scheme = match setup.attention() {
             Attention::Single if ranks > 1 => {
                 return Err(PlanError::Invalid {
                     problem: format!("attention single on ulysses={ranks}"),
@@ -96,6 +98,7 @@ impl Block {
                 casts: accounting.casts_whole,
             },
             copying: accounting.copying,
+            again: if accounting.output_twice { of_rank(most).q } else { 0 },
             e,
             heads: of_rank(most),
             head_norm: match (&scheme, model.qk_norm) {
@@ -112,7 +115,8 @@ impl Block {
                 size,
                 gradient,
             )
-            .with_widths(accounting.feed_forward),
+            .with_widths(accounting.feed_forward)
+            .with_casts(if accounting.casts_whole { size } else { 4 }),
             norm,
             norm_kept: techniques.norm_tile.is_none(),
             wq: matrix(model.heads),
@@ -143,6 +147,7 @@ impl Block {
         self.norm_forward(ledger, MLP, tape);
         if tape {
             ledger.take(MLP, self.feed_forward.saved());
+            ledger.flash(MLP, self.feed_forward.cast());
         }
         // y is there when the last tile is, or when the products are.
         if self.feed_forward.saved() == 0 {
@@ -189,14 +194,14 @@ impl Block {
         match &self.scheme {
             Scheme::Whole => {
                 ledger.flash(ATTENTION, input + q + rows + self.kernel.scratch[0]);
-                // The output, and once more with tokens first.
-                ledger.take(ATTENTION, if tape { input + q + rows + q } else { 2 * q });
+                ledger.take(ATTENTION, q + if tape { input + rows } else { 0 });
+                ledger.take(ATTENTION, self.again);
                 if !tape {
-                    ledger.free(ATTENTION, q);
+                    ledger.free(ATTENTION, self.again);
                 }
             }
             Scheme::Exchanged => {
-                ledger.flash(ATTENTION, self.heads.forward(&self.kernel, tape || self.copying));
+                ledger.flash(ATTENTION, self.heads.forward(&self.kernel, self.copying));
                 ledger.take(ATTENTION, q + if tape { self.heads.saved() } else { 0 });
             }
             Scheme::Staged(schedule) => {
@@ -260,7 +265,7 @@ impl Block {
         match &self.scheme {
             Scheme::Whole => {
                 // out' of the output projection, and out.
-                ledger.free(ATTENTION, 2 * q);
+                ledger.free(ATTENTION, self.again + q);
                 let gradients = kernel.results((q + 2 * k) / size);
                 ledger.take(ATTENTION, gradients);
                 ledger.flash(ATTENTION, rows + kernel.scratch[1] + kernel.cast((2 * q + 2 * k) / size, size));

@@ -99,7 +99,7 @@ impl Techniques {
 impl Setup {
     /// Query heads a stage, where attention runs in stages.
     pub fn per_stage(&self) -> Option<usize> {
-        match self.techniques.attention {
+        match self.attention() {
             Attention::UPipe { per_stage } => {
                 Some(per_stage.unwrap_or_else(|| Schedule::default_per_stage(self.model.heads, self.mesh.ulysses)))
             }

@@ -72,7 +72,7 @@ pub fn flops(setup: &Setup) -> Result<Flops, PlanError> {
     let matmul_again = layers
         * (again(checkpoint, block)
             + again(techniques.mlp_tile.is_some(), mlp)
-            + again(matches!(techniques.attention, Attention::UPipe { .. }), qkv))
+            + again(matches!(setup.attention(), Attention::UPipe { .. }), qkv))
         + again(techniques.loss_tile.is_some(), table);
 
     let split = HeadSplit::new(model.heads, model.kv_heads, setup.mesh.ulysses)?;

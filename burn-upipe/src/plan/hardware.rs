@@ -86,6 +86,7 @@ pub(super) const GIB: usize = 1 << 30;
 pub(super) const TERA: f64 = 1e12;
 pub(super) const GIGA: f64 = 1e9;
 
+// Nobody measured these: they are round, and such that published lengths fit.
 /// What a driver, its libraries and an allocator's gaps take on a graphics card,
 const RUNTIME: usize = GIB;
 /// the buffers of communicators within a host,
@@ -112,8 +113,9 @@ pub const DEVICES: [&str; 10] = [
 
 /// A device by name.
 ///
-/// Memory is what a program gets of the nominal amount; rates are the vendors', dense and per direction. What of them is achieved is an
-/// assumption: on GPUs fitted once to published training speeds (see [`time`](super::time())), elsewhere a plain guess.
+/// Memory is what a program gets of the nominal amount. TFLOP/s and memory bandwidth of graphics cards are the vendors', dense; links, networks
+/// and disks are what such machines usually have, per direction, and all of the M-series a guess. What of them is achieved is an assumption: on
+/// GPUs fitted once to published training speeds (see [`time`](super::time())), elsewhere a guess, too.
 ///
 /// # Errors
 ///

@@ -28,6 +28,9 @@
 //!
 //! - A decoder of the Llama kind, with every block alike; causal attention over the whole sequence.
 //! - Times are estimates: they name what they take for granted, and are no better than that.
+//! - On GPUs it counts as published runs did ([`Accounting::published`]): bf16 with f32 masters on the optimizer's side, a transport that copies,
+//!   attention kernels that keep nothing on the device, PyTorch's silu. Burn's own silu keeps one tensor more where the feed-forward is not tiled.
+//!   What drivers, communicators and gaps take is a round guess, and a part of its own.
 //! - No ring.
 
 mod block;

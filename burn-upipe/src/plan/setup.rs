@@ -110,6 +110,8 @@ pub struct Techniques {
 pub struct Accounting {
     /// Bytes of an element of weights as they are kept.
     pub weight: usize,
+    /// Bytes of an element of further weights that are kept: those of the step before, say.
+    pub copies: usize,
     /// Bytes of an element of gradients.
     pub gradient: usize,
     /// Bytes of optimizer state an element, master weights included.
@@ -124,6 +126,8 @@ pub struct Accounting {
     pub sums: usize,
     /// Whether what an exchange has sent, and attention's output, stay until its backward pass is through: a transport that copies.
     pub copying: bool,
+    /// Whether attention on one rank has its output once more, tokens first.
+    pub output_twice: bool,
     /// How the feed-forward is computed.
     pub feed_forward: FeedForwardWidths,
     /// Whether pinned host memory comes in powers of two, as PyTorch's allocator gives it.
@@ -144,6 +148,7 @@ impl Accounting {
     pub fn flex(threads: usize) -> Self {
         Self {
             weight: 4,
+            copies: 0,
             gradient: 4,
             optimizer: 8,
             compute: 4,
@@ -151,6 +156,7 @@ impl Accounting {
             kernel_gradient: 4,
             sums: 4,
             copying: false,
+            output_twice: true,
             feed_forward: FeedForwardWidths::BURN,
             pinned_powers_of_two: false,
             gradients_leave: false,
@@ -161,10 +167,12 @@ impl Accounting {
     }
 
     /// bf16 weights and gradients on GPUs with f32 masters, 16 bytes a parameter in all, as published runs had it: kernels whose gradients are f32, sums
-    /// over stages in bf16, a transport that copies, a silu that keeps its input only.
+    /// over stages in bf16, a transport that copies, attention that has tokens first,
+    /// a silu that keeps its input only.
     pub fn published(overhead: usize, fragmentation: usize) -> Self {
         Self {
             weight: 2,
+            copies: 0,
             gradient: 2,
             optimizer: 12,
             compute: 2,
@@ -172,6 +180,7 @@ impl Accounting {
             kernel_gradient: 4,
             sums: 2,
             copying: true,
+            output_twice: false,
             feed_forward: FeedForwardWidths::TORCH,
             pinned_powers_of_two: false,
             gradients_leave: true,
@@ -230,6 +239,20 @@ impl Setup {
     /// Tokens of the longest shard, L.
     pub fn local(&self) -> usize {
         self.seq_len.div_ceil(self.mesh.ulysses.max(1))
+    }
+
+    /// How attention runs in fact: U-Pipe that would be a single stage by default runs as Ulysses, or on one rank.
+    pub fn attention(&self) -> Attention {
+        match self.techniques.attention {
+            Attention::UPipe { per_stage: None } if self.mesh.ulysses >= self.model.heads => {
+                if self.mesh.ulysses > 1 {
+                    Attention::Ulysses
+                } else {
+                    Attention::Single
+                }
+            }
+            attention => attention,
+        }
     }
 
     /// All ranks.

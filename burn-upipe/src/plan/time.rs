@@ -120,7 +120,15 @@ fn device_bytes(setup: &Setup) -> f64 {
 pub(super) fn assumptions(machines: &Machines) -> Vec<String> {
     let hardware = &machines.hardware;
     let percent = |fraction: f64| format!("{:.0} %", 100.0 * fraction);
+    let memory = match hardware.kind {
+        DeviceKind::Cpu => "memory is that of Burn's Flex backend, whose ranks are threads",
+        _ => {
+            "memory is as in published runs on GPUs: exchanges are copied, attention keeps its scratch on the chip, silu keeps one tensor; \
+             driver, communicators and gaps are a guess"
+        }
+    };
     vec![
+        memory.to_owned(),
         format!(
             "matrix products achieve {} and attention {} of {:.1} TFLOP/s{}",
             percent(hardware.matmul_fraction),

@@ -162,7 +162,7 @@ fn attention(setup: &Setup, rank: usize) -> Result<Calls, PlanError> {
     let local = layout.local_len(rank);
     let heads = Heads { batch: setup.batch, local, others: layout.padded_len() - local };
     let (model, size) = (&setup.model, setup.accounting.compute);
-    let (forward, backward) = match setup.techniques.attention {
+    let (forward, backward) = match setup.attention() {
         Attention::Single => Default::default(),
         Attention::Ulysses => {
             let split = HeadSplit::new(model.heads, model.kv_heads, ranks)?;
@@ -268,14 +268,8 @@ fn units(setup: &Setup) -> Vec<Unit> {
     let block: Vec<usize> = attention.into_iter().chain(mlp).collect();
     let mut units = vec![one(model.table())];
     match techniques.checkpoint {
-        Some(blocks) => {
-            let mut left = model.layers;
-            while left > 0 {
-                let taken = left.min(blocks);
-                units.push(Unit { matrices: block.repeat(taken), gathers: 2 });
-                left -= taken;
-            }
-        }
+        // Several of one checkpoint are gathered one by one all the same.
+        Some(_) => units.extend((0..model.layers).map(|_| Unit { matrices: block.clone(), gathers: 2 })),
         None => {
             for _ in 0..model.layers {
                 units.extend(attention.map(one));

@@ -101,7 +101,9 @@ impl<'a> Walk<'a> {
     fn step(&self, ledger: &mut Ledger) {
         let Setup { model, techniques, accounting, batch, .. } = self.setup;
         ledger.phase("embedding");
-        ledger.take(WEIGHTS, self.kept(accounting.weight));
+        // In half types rounded ones beside those that are trained; under FSDP they are rounded as they are gathered.
+        let rounded = if accounting.compute < accounting.weight && !techniques.fsdp { accounting.compute } else { 0 };
+        ledger.take(WEIGHTS, self.kept(accounting.weight + accounting.copies + rounded));
         if techniques.optimizer == StatePlace::Device {
             ledger.take(OPTIMIZER, self.kept(accounting.optimizer));
         }
@@ -121,7 +123,9 @@ impl<'a> Walk<'a> {
         self.backward(ledger);
         ledger.phase("embedding backward");
         let size = accounting.compute;
-        let read = self.read_by_others(model.block_matrices());
+        // Without checkpoints the last block's gradients are reduced one by one, and whole until then.
+        let late = if techniques.checkpoint.is_none() { self.gathered(model.block_matrices()) } else { 0 };
+        let read = self.read_by_others(model.block_matrices()) + late;
         ledger.take(GATHERED, read);
         let table = model.table() * accounting.gradient.min(size);
         if self.ranks > 1 {
@@ -154,11 +158,7 @@ impl<'a> Walk<'a> {
     }
 
     fn gathered(&self, elements: usize) -> usize {
-        if self.ranks == 1 {
-            0
-        } else {
-            fsdp::forward_bytes(elements, self.ranks, self.setup.accounting.compute, false)
-        }
+        if self.ranks == 1 { 0 } else { fsdp::gathered_bytes(elements, self.setup.accounting.compute) }
     }
 
     fn prefetched(&self, elements: usize) -> usize {

@@ -21,6 +21,7 @@ pub struct FeedForwardBytes {
     width: usize,
     weights: usize,
     wide: FeedForwardWidths,
+    casts: usize,
     tiled: bool,
 }
 
@@ -59,6 +60,7 @@ impl FeedForwardBytes {
             width: row(width),
             weights: width * inner * gradient,
             wide: FeedForwardWidths::BURN,
+            casts: 0,
             tiled: tile.is_some(),
         }
     }
@@ -66,6 +68,11 @@ impl FeedForwardBytes {
     /// Of another implementation than [Burn's](FeedForwardWidths::BURN).
     pub fn with_widths(self, wide: FeedForwardWidths) -> Self {
         Self { wide, ..self }
+    }
+
+    /// Of a backend that computes element by element in f32, and so has a half-typed activation once more in it.
+    pub fn with_casts(self, size: usize) -> Self {
+        Self { casts: if size < 4 { self.inner / size * 4 } else { 0 }, ..self }
     }
 
     /// The gradient of one of its three matrices.
@@ -82,26 +89,31 @@ impl FeedForwardBytes {
         if self.tiled { 0 } else { self.wide.kept * self.inner }
     }
 
+    /// What is in f32 for a moment, where half types are [cast](Self::with_casts).
+    pub fn cast(&self) -> usize {
+        self.casts
+    }
+
     /// The peak of a forward pass above x and y, without a tape.
     ///
     /// ```text
-    /// 3 f, and a tile's e
+    /// 3 f, and a tile's e; 2 f if half types are cast
     /// ```
     pub fn forward(&self) -> usize {
-        3 * self.inner + if self.tiled { self.width } else { 0 }
+        3 * self.inner + self.casts + if self.tiled { self.width } else { 0 }
     }
 
     /// The peak of the backward pass above x and dy, with what a tape [saved](Self::saved), and with dx where there are no tiles.
     ///
     /// ```text
-    /// whole: max(7 f, f + 3 e + 3 w);  tiles: max(6 f + 5 w, f + 7 w) + 3 e
+    /// whole: max(7 f, f + 3 e + 3 w);  tiles: max(6 f + 5 w, f + 7 w) + 3 e;  3 f beside the first if half types are cast
     /// ```
     pub fn backward(&self) -> usize {
         let Self { inner, width, weights, wide, .. } = *self;
         if self.tiled {
-            (6 * inner + 5 * weights).max(inner + 7 * weights) + 3 * width
+            (6 * inner + self.casts * 3 / 2 + 5 * weights).max(inner + 7 * weights) + 3 * width
         } else {
-            (wide.backward * inner).max(inner + 3 * width + 3 * weights)
+            (wide.backward * inner + self.casts * 3 / 2).max(inner + 3 * width + 3 * weights)
         }
     }
 }

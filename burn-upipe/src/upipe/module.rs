@@ -22,7 +22,8 @@ pub enum AttentionScheme {
     Ulysses,
     /// Head group by head group, over the ranks of the scope.
     UPipe {
-        /// Query heads (over all ranks) a stage, U: 1 to H; `None` takes [`Schedule::default_per_stage`].
+        /// Query heads (over all ranks) a stage, U: 1 to H; `None` takes [`Schedule::default_per_stage`], and runs as Ulysses where that would
+        /// be a single stage, on H ranks or more.
         heads_per_stage: Option<usize>,
     },
 }
@@ -264,6 +265,10 @@ impl UPipeAttention {
         phase::try_around("attention", None, x, |x| {
             let out = match self.settings.scheme {
                 AttentionScheme::Single | AttentionScheme::Ulysses => self.whole(x, context)?,
+                // A single stage of all heads saves nothing and exchanges twice, unless it was asked for.
+                AttentionScheme::UPipe { heads_per_stage: None } if context.group().size() >= heads => {
+                    self.whole(x, context)?
+                }
                 AttentionScheme::UPipe { .. } => self.staged(x, context)?,
             };
             Ok(self.o_proj.forward(out.reshape([batch, local, heads * head_dim])))

@@ -152,6 +152,7 @@ pub fn run_until(args: &Args, voice: &Voice, stop: impl FnOnce() -> io::Result<S
         true => None,
         false => Some(first(&plan, voice)?),
     };
+    out::probe(&plan)?;
     let claimed = out::claim(&plan)?;
     let summary = match claimed {
         Some(out::Claimed { path, training: Some(training) }) => train_into(&plan, start, path, training, voice, stop),
@@ -234,6 +235,12 @@ fn train_into(
         }
         Begin::After(checkpoint) => {
             let state = checkpoint.state();
+            if let Some(profile) = plan.profile.as_ref().filter(|profile| profile.steps.last() <= state.step as usize) {
+                return Err(Error::input(
+                    format!("--profile-steps {} of a run that goes on after step {}", profile.steps, state.step),
+                    format!("use steps from {} to {}", state.step + 1, plan.steps),
+                ));
+            }
             voice.line(&format!(
                 "going on after step {} of {}, from {} (saved on {}; {} tokens seen)",
                 state.step,

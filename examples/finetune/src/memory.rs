@@ -14,19 +14,23 @@ use crate::offload::{OffloadPlan, Waited};
 use crate::plan::Plan;
 use crate::values::Precision;
 
+/// Tokens from which matrix products run on several threads.
+const WORKERS: usize = 512;
+
 /// The plan as the planner reads it.
 pub(crate) fn setup(plan: &Plan) -> Setup {
     let (config, parallel) = (&plan.config, &plan.parallel);
     let model = config.shape("");
     let threads = thread::available_parallelism().map_or(1, usize::from);
     let mut accounting = Accounting::flex(threads);
-    let ranks = if plan.fsdp { plan.ranks } else { 1 };
-    let kept = 4 * model.parameters().div_ceil(ranks);
-    // The last good weights, and in bf16 the rounded ones.
-    accounting.overhead += kept;
+    // Alone a rank has all of the heap for its own, and with it what the workers of long matrix products keep.
+    if plan.ranks == 1 && plan.seq_len * plan.batch >= WORKERS {
+        accounting.overhead *= 1 + threads;
+    }
+    // The last good weights.
+    accounting.copies = 4;
     if plan.precision == Precision::Bf16 {
         accounting.compute = 2;
-        accounting.overhead += if plan.fsdp { 0 } else { kept / 2 };
     }
     let micro_batches = rounds(plan.order.per_step, plan.mesh.data, plan.batch);
     Setup {
@@ -155,7 +159,9 @@ pub(crate) fn beside(plan: &Plan, counted: usize) -> String {
         Ok((bytes, _)) => format!("{} planned{}", Bytes(bytes), off(bytes, counted)),
         Err(error) => format!("not planned: {error}"),
     };
-    format!("\nmemory of a rank at its peak: {} counted, {planned}", Bytes(counted))
+    // The optimizer's state, and weights that a rank has made itself.
+    let early = if plan.steps < 3 { "; what is planned is there from the third step on" } else { "" };
+    format!("\nmemory of a rank at its peak: {} counted, {planned}{early}", Bytes(counted))
 }
 
 /// The most that one rank held since the last [`heap::reset_peak`]; `None` if nothing counts.

@@ -100,6 +100,29 @@ pub(crate) fn check(path: &Path, on_run: OnRun) -> Result<()> {
     }
 }
 
+/// Checks that what a run writes beside its folder can be written, before a run that is there is begun anew.
+pub(crate) fn probe(plan: &Plan) -> Result<()> {
+    let offload = plan.offload.as_ref().and_then(|offload| offload.folder.as_deref());
+    if let (Some(folder), OutFolder::Given(out), OnRun::Overwrite) = (offload, &plan.out, plan.on_run) {
+        let within = folder.canonicalize().ok().zip(out.canonicalize().ok());
+        if within.is_some_and(|(folder, out)| folder.starts_with(out)) {
+            let problem = format!("--offload-dir {} is within --out, which --overwrite empties", folder.display());
+            return Err(Error::input(problem, "name a folder elsewhere"));
+        }
+    }
+    let profile = plan.profile.as_ref().and_then(|profile| profile.folder.ancestors().find(|path| path.is_dir()));
+    for (flag, folder) in [("--offload-dir", offload), ("--profile", profile)] {
+        let Some(folder) = folder else { continue };
+        // A relative path's last ancestor is the empty one.
+        let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        if let Err(error) = tempfile::tempfile_in(folder) {
+            let problem = format!("{flag}: {} cannot be written: {error}", folder.display());
+            return Err(Error::input(problem, "name a folder in a place that can be written"));
+        }
+    }
+    Ok(())
+}
+
 /// What is in a folder.
 struct Found {
     /// More than what a run leaves that died before its plan was written: a lock, and half a file.

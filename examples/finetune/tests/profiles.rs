@@ -21,6 +21,26 @@ fn losses(folder: &Path) -> Vec<String> {
     text.lines().map(|line| line.split(',').take(3).collect::<Vec<_>>().join(",")).collect()
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn what_cannot_be_written_is_known_before_a_run_is_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = "--seq-len 64 --steps 1 --ranks 2 --sequences 4 --out kept";
+    finetune(folder.path(), run);
+    for (more, said) in [
+        ("--offload disk --offload-dir /proc", "--offload-dir: /proc cannot be written"),
+        ("--profile /proc/profile", "--profile: /proc cannot be written"),
+        ("--offload disk --offload-dir kept/model", "is within --out, which --overwrite empties"),
+    ] {
+        let args = format!("{run} --overwrite {more}");
+        let finetune = env!("CARGO_BIN_EXE_finetune");
+        let out = Command::new(finetune).current_dir(folder.path()).args(args.split_whitespace()).output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(2) && stderr.contains(said), "{:?}: {stderr}", out.status);
+        assert!(folder.path().join("kept/model/model.safetensors").exists(), "{more}");
+    }
+}
+
 #[test]
 fn a_profile_is_of_the_steps_that_were_asked_for_and_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
