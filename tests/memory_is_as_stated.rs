@@ -231,11 +231,15 @@ fn a_checkpointed_model_keeps_one_input_per_block() {
         let shard = device.context_parallel(&group).shard(&batch).unwrap();
         let step = || model.loss(&shard, &group).unwrap().mean;
         drop(step().backward()); // lazy parameters and workspaces exist from here on
-        let before = heap::in_use();
-        let loss = step();
-        let kept = heap::in_use() - before;
-        drop(loss.backward());
-        kept
+        // A worker of the matrix product may take its workspace, for good, at any time: of three the one in which none did.
+        let kept = || {
+            let before = heap::in_use();
+            let loss = step();
+            let kept = heap::in_use() - before;
+            drop(loss.backward());
+            kept
+        };
+        (0..3).map(|_| kept()).min().unwrap_or(0)
     };
     let one = checkpoint::saved_bytes(1, seq, width, 4);
     let (with, without) = (kept(true), kept(false));

@@ -182,8 +182,9 @@ fn attempt(words: &[String], cap: Option<usize>) -> Result<Option<usize>> {
         return Ok(Some(outside.context("the step said nothing of its memory")?));
     }
     let stderr = String::from_utf8_lossy(&output.stderr);
-    // A thread that cannot be made is one. Anything but want of memory is a fault of this program, and not an answer.
-    if !["memory", "Cannot allocate", "os error 12", "os error 11"].iter().any(|word| stderr.contains(word)) {
+    // A thread that cannot be made is one, and so is a buffer of the backend's. Anything but want of memory is a fault of this program, and not an answer.
+    if !["memory", "Cannot allocate", "os error 12", "os error 11", "bytemuck"].iter().any(|word| stderr.contains(word))
+    {
         bail!("a step failed, and not for want of memory: {stderr}");
     }
     Ok(None)
