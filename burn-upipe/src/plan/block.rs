@@ -136,7 +136,10 @@ impl Block {
         let Self { e, .. } = *self;
         self.norm_forward(ledger, ATTENTION, tape);
         self.attention_forward(ledger, tape);
-        // h: the output projection's result, to which x is added.
+        // The output projection over all tokens, in half types with both sides once more in f32.
+        let size = self.shape.3;
+        ledger.flash(HIDDEN, self.kernel.cast((self.heads.q + e) / size, size));
+        // h: its result, to which x is added.
         ledger.take(HIDDEN, e);
         if !tape {
             ledger.free(ATTENTION, self.heads.q);

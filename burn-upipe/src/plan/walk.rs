@@ -125,7 +125,9 @@ impl<'a> Walk<'a> {
         let size = accounting.compute;
         // Without checkpoints the last block's gradients are reduced one by one, and whole until then.
         let late = if techniques.checkpoint.is_none() { self.gathered(model.block_matrices()) } else { 0 };
-        let read = self.read_by_others(model.block_matrices()) + late;
+        // Shards sum it in f32.
+        let exact = if self.ranks > 1 && size < 4 { self.block.e / size * 4 } else { 0 };
+        let read = self.read_by_others(model.block_matrices()) + late + exact;
         ledger.take(GATHERED, read);
         let table = model.table() * accounting.gradient.min(size);
         if self.ranks > 1 {

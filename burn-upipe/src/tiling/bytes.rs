@@ -195,10 +195,10 @@ impl CrossEntropyBytes {
     /// The peak of the forward pass.
     ///
     /// ```text
-    /// 2 z, and a tile's e
+    /// 2 z, in half types z once more in their own, and a tile's e
     /// ```
     pub fn forward(&self) -> usize {
-        2 * self.logits + if self.tiled { self.width } else { 0 }
+        2 * self.logits + self.halves + if self.tiled { self.width } else { 0 }
     }
 
     /// The peak of the backward pass, with what is [saved](Self::saved) and, without tiles, dx.
