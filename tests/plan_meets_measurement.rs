@@ -14,7 +14,7 @@ use burn_context_parallel::group::{Axis, Mesh, MeshShape, ProcessGroup};
 use burn_context_parallel::phase;
 use burn_context_parallel::sequence::Batch;
 use burn_upipe::offload::{Disk, Offload, OffloadConfig, OffloadPolicy, Place};
-use burn_upipe::plan::{self, Accounting, Attention, ModelShape, OffloadPlan, Setup, Techniques, WaitingPlace, memory};
+use burn_upipe::plan::{Accounting, Attention, ModelShape, OffloadPlan, Setup, Techniques, WaitingPlace, memory};
 use burn_upipe::profile::heap::{self, CountingAllocator};
 use burn_upipe::profile::{Profiler, RankHeap};
 use burn_upipe::upipe::AttentionScheme;
@@ -185,17 +185,7 @@ fn ulysses(ranks: usize) -> MeshShape {
     MeshShape { ulysses: ranks, ..MeshShape::default() }
 }
 
-const OFF: Techniques = Techniques {
-    attention: Attention::Single,
-    checkpoint: None,
-    mlp_tile: None,
-    norm_tile: None,
-    loss_tile: None,
-    offload: None,
-    fsdp: false,
-    prefetch: false,
-    optimizer: plan::StatePlace::Device,
-};
+const OFF: Techniques = Techniques { prefetch: false, ..Techniques::none() };
 const ON: Techniques =
     Techniques { checkpoint: Some(1), mlp_tile: Some(128), norm_tile: Some(256), loss_tile: Some(64), ..OFF };
 

@@ -6,7 +6,7 @@ use super::{Attention, Machines, ModelShape, OffloadPlan, Setup, StatePlace, Tec
 
 impl Techniques {
     /// Nothing: every intermediate is kept.
-    pub fn none() -> Self {
+    pub const fn none() -> Self {
         Self {
             attention: Attention::Single,
             checkpoint: None,

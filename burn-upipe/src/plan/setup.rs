@@ -4,6 +4,7 @@ use burn_context_parallel::group::MeshShape;
 
 use super::ModelShape;
 use crate::tiling::FeedForwardWidths;
+use crate::upipe::Schedule;
 
 /// How attention runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -244,7 +245,9 @@ impl Setup {
     /// How attention runs in fact: U-Pipe that would be a single stage by default runs as Ulysses, or on one rank.
     pub fn attention(&self) -> Attention {
         match self.techniques.attention {
-            Attention::UPipe { per_stage: None } if self.mesh.ulysses >= self.model.heads => {
+            Attention::UPipe { per_stage: None }
+                if Schedule::is_single_by_default(self.model.heads, self.mesh.ulysses) =>
+            {
                 if self.mesh.ulysses > 1 {
                     Attention::Ulysses
                 } else {

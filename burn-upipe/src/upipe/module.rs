@@ -265,8 +265,9 @@ impl UPipeAttention {
         phase::try_around("attention", None, x, |x| {
             let out = match self.settings.scheme {
                 AttentionScheme::Single | AttentionScheme::Ulysses => self.whole(x, context)?,
-                // A single stage of all heads saves nothing and exchanges twice, unless it was asked for.
-                AttentionScheme::UPipe { heads_per_stage: None } if context.group().size() >= heads => {
+                AttentionScheme::UPipe { heads_per_stage: None }
+                    if Schedule::is_single_by_default(heads, context.group().size()) =>
+                {
                     self.whole(x, context)?
                 }
                 AttentionScheme::UPipe { .. } => self.staged(x, context)?,

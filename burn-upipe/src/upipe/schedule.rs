@@ -134,6 +134,11 @@ impl Schedule {
         ranks.clamp(1, heads.max(1))
     }
 
+    /// Whether the default is a single stage of all heads, which saves nothing and exchanges twice: Ulysses runs in its place.
+    pub fn is_single_by_default(heads: usize, ranks: usize) -> bool {
+        Self::default_per_stage(heads, ranks) >= heads
+    }
+
     /// How heads are split over ranks.
     pub fn split(&self) -> &HeadSplit {
         &self.split
