@@ -103,6 +103,8 @@ fn check_places(operation: &'static str, tensors: &[(&'static str, DispatchTenso
         match place(tensor) {
             #[cfg(feature = "flex")]
             DispatchTensorKind::Flex(_) => {}
+            #[cfg(feature = "cube")]
+            DispatchTensorKind::Cube(_) => {}
             #[allow(unreachable_patterns)]
             _ => {
                 return Err(Error::unsupported(

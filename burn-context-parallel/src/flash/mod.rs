@@ -43,7 +43,10 @@
 //!
 //! FlashAttention-2, arXiv 2307.08691; grouped-query attention, arXiv 2305.13245.
 
+mod blueprint;
 mod check;
+#[cfg(feature = "cube")]
+mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 #[cfg(feature = "flex")]
@@ -58,7 +61,10 @@ use burn::tensor::{DType, Tensor};
 
 use crate::Result;
 
+pub use blueprint::{Blueprint, DeviceLimits, Family, Tiles};
 pub use check::FlashShape;
+#[cfg(feature = "cube")]
+pub use cube::device_limits;
 pub use merge::merge;
 pub use ops::FlashOps;
 pub use options::FlashOptions;

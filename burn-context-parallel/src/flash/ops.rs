@@ -21,7 +21,7 @@ use super::FlashOptions;
 /// Users call [`flash_attention`](super::flash_attention); schedules that bring their own backward pass call
 /// [`forward`](super::forward) and [`backward`](super::backward). All of them check their arguments first: here, what does
 /// not fit [`raise`](crate::raise)s, and a device without an implementation panics.
-#[backend_extension(Flex: cfg(feature = "flex"), Autodiff)]
+#[backend_extension(Cube: cfg(feature = "cube"), Flex: cfg(feature = "flex"), Autodiff)]
 pub trait FlashOps: Backend {
     /// The output, and the natural logarithm of each row's sum of exponentials.
     ///
@@ -61,6 +61,20 @@ pub trait FlashOps: Backend {
         dv: FloatTensor<Self>,
         options: FlashOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+
+    /// `rowsum(d_out * out)`, in the type of row statistics: what [`flash_backward`](Self::flash_backward) subtracts.
+    fn flash_delta(d_out: FloatTensor<Self>, out: FloatTensor<Self>) -> FloatTensor<Self> {
+        row_dot::<Self>(d_out, out)
+    }
+
+    /// [`flash_delta`](Self::flash_delta) less `d_lse`, the gradient of the log-sum-exp.
+    fn flash_delta_less(
+        d_out: FloatTensor<Self>,
+        out: FloatTensor<Self>,
+        d_lse: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        Self::float_sub(row_dot::<Self>(d_out, out), d_lse)
+    }
 }
 
 /// The gradient of the log-sum-exp on its way from one step to the other.
@@ -87,10 +101,10 @@ impl<B: Backend + FlashOps> Backward<B, 3> for OutStep {
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
         let d_out = grads.consume::<B>(&ops.node);
         let Saved { q, k, v, out, lse, d_lse, options } = ops.state;
-        let mut delta = row_dot::<B>(d_out.clone(), out, lse.dtype());
-        if let Some(d_lse) = d_lse.lock().expect("no step panics while holding this").take() {
-            delta = B::float_sub(delta, d_lse);
-        }
+        let delta = match d_lse.lock().expect("no step panics while holding this").take() {
+            Some(d_lse) => B::flash_delta_less(d_out.clone(), out, d_lse),
+            None => B::flash_delta(d_out.clone(), out),
+        };
         let (dq, dk, dv) = B::flash_backward(q, k, v, d_out, lse, delta, options);
         for (parent, grad) in ops.parents.iter().zip([dq, dk, dv]) {
             if let Some(node) = parent {
@@ -124,7 +138,8 @@ impl<B: Backend> Backward<B, 1> for LseStep {
 }
 
 /// `rowsum(a * b)` over the last dimension of `[B, H, S, D]`, in the type of row statistics.
-fn row_dot<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+fn row_dot<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) -> FloatTensor<B> {
+    let dtype = crate::buffer::accumulator(b.dtype());
     let shape = a.shape();
     let rows = Shape::from([shape[0], shape[1], shape[2]]);
     if shape.num_elements() == 0 {

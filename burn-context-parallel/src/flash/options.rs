@@ -2,6 +2,9 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use burn::tensor::DType;
+
+use super::Blueprint;
 use crate::sequence::{Documents, PerToken};
 use crate::{Error, Result};
 
@@ -55,6 +58,10 @@ pub struct FlashOptions {
     pub documents: Option<(Documents, Documents)>,
     /// The positions of queries and of keys, in place of offsets.
     pub positions: Option<(PerToken, PerToken)>,
+    /// Whether outputs and gradients of half types are given in f32.
+    pub f32_results: bool,
+    /// How kernels on a CubeCL device are built; `None` chooses.
+    pub blueprint: Option<Blueprint>,
 }
 
 impl FlashOptions {
@@ -117,6 +124,24 @@ impl FlashOptions {
         self
     }
 
+    /// Gives outputs and gradients of f16 and bf16 inputs as they were summed, in f32: for schedules that sum them further. Not on a tape, where
+    /// gradients have the type of what they belong to.
+    pub fn with_f32_results(mut self) -> Self {
+        self.f32_results = true;
+        self
+    }
+
+    /// Forces how kernels on a CubeCL device are built. On others it is refused.
+    pub fn with_blueprint(mut self, blueprint: Blueprint) -> Self {
+        self.blueprint = Some(blueprint);
+        self
+    }
+
+    /// The type of outputs and gradients of inputs of `dtype`.
+    pub(crate) fn result_dtype(&self, dtype: DType) -> DType {
+        if self.f32_results && dtype.size() < 4 { DType::F32 } else { dtype }
+    }
+
     /// Whether query `i` of the block sees key `j` of the block, in one sequence of the batch.
     ///
     /// # Panics
@@ -140,13 +165,14 @@ impl FlashOptions {
     /// A number that differs where options do: ranks that attend together compare it, since heads under different masks would be a wrong
     /// result and no error.
     pub fn digest(&self) -> u64 {
-        // Named one by one, so that a new option is not forgotten.
-        let Self { causal, scale, q_offset, k_offset, window, lookahead, softcap, documents, positions } = self;
+        // Named one by one, so that a new option is not forgotten; ranks may have different kernels.
+        let Self { causal, scale, q_offset, k_offset, window, lookahead, softcap, documents, positions, f32_results, .. } =
+            self;
         let documents = documents.as_ref().map(|(q, k)| (q.ids().digest(), k.ids().digest()));
         let positions = positions.as_ref().map(|(q, k)| (q.digest(), k.digest()));
         let mut hasher = DefaultHasher::new();
         (causal, scale.map(f64::to_bits), q_offset, k_offset, window, lookahead).hash(&mut hasher);
-        (softcap.map(f64::to_bits), documents, positions).hash(&mut hasher);
+        (softcap.map(f64::to_bits), documents, positions, f32_results).hash(&mut hasher);
         hasher.finish()
     }
 

@@ -1,0 +1,187 @@
+//! How kernels on a CubeCL device cut attention into tiles: a value that can be printed, checked against a device, and forced.
+
+use std::fmt;
+
+use crate::{Error, Result};
+
+/// How the kernels of one attention are built. By default [chosen](Self::choose) for the device; forced with
+/// [`FlashOptions::with_blueprint`](super::FlashOptions::with_blueprint).
+///
+/// ```
+/// use burn_context_parallel::flash::{Blueprint, DeviceLimits, Family};
+///
+/// let processor = DeviceLimits { plane: 1, units: 2, vector: 16, shared_bytes: 48 << 10, bindings: 64, wide_addresses: true };
+/// let blueprint = Blueprint::choose(&processor, 64);
+/// assert_eq!(blueprint.family, Family::Rows);
+/// blueprint.check(&processor, 64)?;
+/// let error = blueprint.check(&DeviceLimits { bindings: 8, ..processor }, 64).unwrap_err();
+/// assert!(error.to_string().contains("10 buffers"));
+/// # Ok::<(), burn_context_parallel::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Blueprint {
+    /// Which kernels.
+    pub family: Family,
+    /// Of the forward pass: own rows are queries.
+    pub forward: Tiles,
+    /// Of dq: own rows are queries.
+    pub queries: Tiles,
+    /// Of dk and dv: own rows are keys.
+    pub keys: Tiles,
+}
+
+/// A family of kernels; which is right follows from what a device is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Family {
+    /// In registers and vectors, without shared memory: where units have nobody beside them, such as processors.
+    Rows,
+    /// In shared memory and two-dimensional blocks of registers, without operations across a plane: graphics cards.
+    Block,
+}
+
+/// The tiles of one kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tiles {
+    /// Numbers of a vector: across rows in the family `rows`, along the head dimension in `block`.
+    pub vector: usize,
+    /// Rows that a unit (`rows`) or a cube (`block`) owns.
+    pub own: usize,
+    /// Rows of the other side that are met at once. The forward pass's sums depend on it, by rounding; nothing else here changes a bit.
+    pub step: usize,
+    /// Units of a cube.
+    pub units: usize,
+}
+
+/// What a device can do, as far as blueprints depend on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceLimits {
+    /// Units of a plane; 1 where units have nobody beside them.
+    pub plane: usize,
+    /// Units of a cube, at most.
+    pub units: usize,
+    /// f32 numbers of the widest vector.
+    pub vector: usize,
+    /// Bytes of shared memory of a cube.
+    pub shared_bytes: usize,
+    /// Buffers of a kernel, at most.
+    pub bindings: usize,
+    /// Whether tensors of 2^31 elements and more can be addressed.
+    pub wide_addresses: bool,
+}
+
+/// The largest head dimension.
+pub(crate) const MAX_DIM: usize = 256;
+/// Buffers of the kernel that has most of them: q, k, v, d_out, lse, delta, the table, dk, dv, and sizes.
+const BUFFERS: usize = 10;
+/// Numbers of the head dimension that are in shared memory at once, of the family `block`.
+pub(crate) const SLAB: usize = 16;
+
+impl Blueprint {
+    /// The blueprint for a device and a head dimension, by formula.
+    pub fn choose(limits: &DeviceLimits, dim: usize) -> Self {
+        if limits.plane == 1 { Self::rows(limits, dim) } else { Self::block(limits, dim) }
+    }
+
+    fn rows(limits: &DeviceLimits, dim: usize) -> Self {
+        let vector = limits.vector.clamp(1, 16);
+        let units = limits.units;
+        // A number of the other side is read once for all vectors; more of them leave no registers for the steps.
+        let tiles = |vectors: usize, step: usize| Tiles { vector, own: vector * vectors, step, units };
+        let wide = if dim <= 128 { 2 } else { 1 };
+        Self { family: Family::Rows, forward: tiles(wide, 8), queries: tiles(wide, 4), keys: tiles(1, 4) }
+    }
+
+    fn block(limits: &DeviceLimits, dim: usize) -> Self {
+        let vector = if dim.is_multiple_of(4) { 4 } else { 1 };
+        let units = if limits.units >= 256 { 256 } else { 64 };
+        let tiles = |own: usize| Tiles { vector, own, step: own, units };
+        let fits = |rows: usize| shared_bytes(&tiles(rows)) <= limits.shared_bytes;
+        let rows = [64, 32, 16].into_iter().find(|rows| fits(*rows) && rows * rows >= units).unwrap_or(16);
+        // Sums of 64 rows of 256 numbers are more than a unit has registers for.
+        let narrow = if dim > 128 { rows.min(32) } else { rows };
+        Self { family: Family::Block, forward: tiles(rows), queries: tiles(rows), keys: tiles(narrow) }
+    }
+
+    /// What is wrong with the blueprint for a device and a head dimension.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`], with the numbers, if the device has too few units, bytes of shared memory or buffers, or tiles do not divide.
+    pub fn check(&self, limits: &DeviceLimits, dim: usize) -> Result<()> {
+        let refuse = |problem: String, remedy: &str| Err(Error::unsupported("Blueprint", problem, remedy));
+        if dim == 0 || dim > MAX_DIM {
+            return refuse(format!("a head dimension of {dim}"), "use one of 1 to 256, or a Flex device");
+        }
+        if limits.bindings < BUFFERS {
+            let problem = format!("the kernels bind {BUFFERS} buffers, the device {} at most", limits.bindings);
+            return refuse(problem, "use another device or graphics interface");
+        }
+        for (name, tiles) in [("forward", &self.forward), ("queries", &self.queries), ("keys", &self.keys)] {
+            let Tiles { vector, own, step, units } = *tiles;
+            if [vector, own, step, units].contains(&0) || !vector.is_power_of_two() || vector > 16 {
+                return refuse(format!("{name}: {tiles}"), "use a vector of 1, 2, 4, 8 or 16 numbers, and at least one row and unit");
+            }
+            match self.family {
+                Family::Rows => {
+                    if !own.is_multiple_of(vector) || own > 4 * vector || step > 32 {
+                        return refuse(format!("{name}: {tiles}"), "own 1 to 4 vectors of rows, and step over 1 to 32");
+                    }
+                }
+                Family::Block => {
+                    let side = block_side(units);
+                    let whole = side * side == units && own.is_multiple_of(side) && step.is_multiple_of(side);
+                    if !whole || !SLAB.is_multiple_of(vector) {
+                        let remedy = "use a square number of units, rows that its root divides, and a vector that divides 16";
+                        return refuse(format!("{name}: {tiles}"), remedy);
+                    }
+                    if units > limits.units {
+                        let problem = format!("{name}: {units} units a cube, the device has {} at most", limits.units);
+                        return refuse(problem, "use fewer units");
+                    }
+                    let bytes = shared_bytes(tiles);
+                    if bytes > limits.shared_bytes {
+                        let problem = format!("{name}: {bytes} bytes of shared memory, the device has {}", limits.shared_bytes);
+                        return refuse(problem, "own fewer rows, or step over fewer");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Units along one side of a cube of the family `block`.
+pub(crate) fn block_side(units: usize) -> usize {
+    units.isqrt()
+}
+
+/// Bytes of shared memory of a cube of the family `block`: a slab of own rows and one of the other side's, twice, scores, and a statistic a
+/// row and column of units.
+pub(crate) fn shared_bytes(tiles: &Tiles) -> usize {
+    let Tiles { vector, own, step, units } = *tiles;
+    4 * ((own + step) * (SLAB + vector) + own * step + own * block_side(units))
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Rows => "rows",
+            Self::Block => "block",
+        })
+    }
+}
+
+impl fmt::Display for Tiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { vector, own, step, units } = self;
+        write!(f, "{own} rows by steps of {step}, vectors of {vector}, {units} units a cube")
+    }
+}
+
+impl fmt::Display for Blueprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { family, forward, queries, keys } = self;
+        write!(f, "{family}: forward {forward}; dq {queries}; dk and dv {keys}")
+    }
+}

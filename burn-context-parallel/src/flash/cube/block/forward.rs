@@ -1,0 +1,175 @@
+//! The forward kernel of the family `block`: a cube owns queries, and meets the keys that they see.
+
+use cubecl::prelude::*;
+
+use super::super::score::{FLOOR, HIDDEN, LARGE, bend};
+use super::super::sight;
+use super::config::BlockConfig;
+use super::tile;
+
+/// `out` and `lse` of `own` queries a cube; cubes are counted over sequences, heads and blocks of queries.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
+    q: &Tensor<Vector<E, N>>,
+    k: &Tensor<Vector<E, N>>,
+    v: &Tensor<Vector<E, N>>,
+    table: &[i32],
+    out: &mut Tensor<Vector<O, N>>,
+    lse: &mut Tensor<f32>,
+    scale: f32,
+    scale_rest: f32,
+    cap: f32,
+    zero: u32,
+    #[comptime] config: BlockConfig,
+    #[define(E, O)] _dtypes: [ElemType; 2],
+) {
+    let m = comptime!(config.m());
+    let n = comptime!(config.n());
+    let side = comptime!(config.side);
+    let share = comptime!(config.share());
+    let own = comptime!(config.own);
+    let step = comptime!(config.step);
+    let labels = comptime!(config.labels);
+    let heads = q.shape(1);
+    let q_len = q.shape(2);
+    let k_len = k.shape(2);
+    let blocks = q_len.div_ceil(own);
+    let head_at = CUBE_POS / blocks;
+    if head_at >= q.shape(0) * heads {
+        terminate!();
+    }
+    let block = CUBE_POS % blocks;
+    let first = block * own;
+    let b = head_at / heads;
+    let h = head_at % heads;
+    let g = h / (heads / k.shape(1));
+    let x = UNIT_POS as usize % side;
+    let y = UNIT_POS as usize / side;
+    let q_rows = tile::rows::<E, N>(q, b, h);
+    let k_rows = tile::rows::<E, N>(k, b, g);
+    let v_rows = tile::rows::<E, N>(v, b, g);
+
+    let mut stage = Shared::<[Vector<f32, N>]>::new_slice(comptime!(config.stage()));
+    let mut weights = Shared::<[f32]>::new_slice(comptime!(own * step));
+    let mut statistic = Shared::<[f32]>::new_slice(comptime!(own * side));
+
+    let mut sums = Array::<Vector<f32, N>>::new(comptime!(m * share));
+    #[unroll]
+    for i in 0..comptime!(m * share) {
+        sums[i] = Vector::new(0.0);
+    }
+    let mut largest = Array::<f32>::new(m);
+    let mut total = Array::<f32>::new(m);
+    let mut least = Array::<i32>::new(m);
+    let mut limit = Array::<i32>::new(m);
+    let mut document = Array::<i32>::new(m);
+    #[unroll]
+    for r in 0..m {
+        let i = min(first + y * m + r, q_len - 1);
+        least[r] = sight::low(table, b, i, labels);
+        limit[r] = sight::high(table, b, i, k_len, labels);
+        document[r] = sight::q_document(table, b, i, labels);
+        largest[r] = f32::new(HIDDEN);
+        total[r] = f32::new(0.0);
+    }
+
+    let begin = sight::first_key(table, first, k_len, labels);
+    let end = sight::end_key(table, min(first + own, q_len), k_len, labels);
+    for t in begin / step..end.div_ceil(step) {
+        if sight::meet(table, b, block, t, labels) {
+            let j0 = t * step;
+            let mut scores = tile::multiply::<E, N>(q, &q_rows, first, k, &k_rows, j0, &mut stage, config);
+            #[unroll]
+            for r in 0..m {
+                let mut most = f32::new(HIDDEN);
+                #[unroll]
+                for c in 0..n {
+                    let j = j0 + x + c * side;
+                    let rank = sight::rank(table, b, j, k_len, labels);
+                    let mut seen = rank >= least[r] && rank < limit[r];
+                    if comptime!(labels.documents) {
+                        seen = seen && sight::k_document(table, b, j, k_len, labels) == document[r];
+                    }
+                    let mut s = scores[r * n + c] * scale;
+                    if comptime!(config.softcap) {
+                        s = bend::<Const<1>>(Vector::new(s), cap).extract(0usize);
+                    }
+                    s = select(seen, s, f32::new(HIDDEN));
+                    scores[r * n + c] = s;
+                    most = max(most, s);
+                }
+                statistic[(y * m + r) * side + x] = most;
+            }
+            sync_cube();
+            #[unroll]
+            for r in 0..m {
+                let mut most = largest[r];
+                for i in 0..side {
+                    most = max(most, statistic[(y * m + r) * side + i]);
+                }
+                let less = (largest[r] - most).exp();
+                largest[r] = most;
+                let mut sum = f32::new(0.0);
+                let size = most.abs();
+                let large = size > f32::new(LARGE) && size < f32::new(1e29);
+                #[unroll]
+                for c in 0..n {
+                    let s = scores[r * n + c];
+                    let mut difference = s - most;
+                    if comptime!(config.exact && !config.softcap) {
+                        if large {
+                            let i = min(first + y * m + r, q_len - 1);
+                            let j = min(j0 + x + c * side, k_len - 1);
+                            difference = tile::exactly::<E, N>(
+                                q,
+                                tile::row_at(&q_rows, i),
+                                tile::column_of(&q_rows),
+                                k,
+                                tile::row_at(&k_rows, j),
+                                tile::column_of(&k_rows),
+                                scale,
+                                scale_rest,
+                                most,
+                                zero,
+                                config,
+                            );
+                        }
+                    }
+                    let p = select(s > f32::new(FLOOR), difference.exp(), f32::new(0.0));
+                    weights[(y * m + r) * step + x + c * side] = p;
+                    sum += p;
+                }
+                total[r] = total[r] * less + sum;
+                #[unroll]
+                for e in 0..share {
+                    sums[r * share + e] *= Vector::new(less);
+                }
+            }
+            tile::accumulate::<E, N>(&mut sums, &weights, v, &v_rows, j0, &mut stage, config);
+        }
+    }
+
+    // Each unit has summed over its own keys.
+    sync_cube();
+    #[unroll]
+    for r in 0..m {
+        statistic[(y * m + r) * side + x] = total[r];
+    }
+    sync_cube();
+    let mut factor = Array::<f32>::new(m);
+    #[unroll]
+    for r in 0..m {
+        let mut sum = f32::new(0.0);
+        for i in 0..side {
+            sum += statistic[(y * m + r) * side + i];
+        }
+        let seen = sum > f32::new(0.0);
+        factor[r] = select(seen, f32::new(1.0) / select(seen, sum, f32::new(1.0)), f32::new(0.0));
+        let i = first + y * m + r;
+        if x == 0usize && i < q_len {
+            // The logarithm of 0 is minus infinity on every device, where a constant is not.
+            lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)] = largest[r] + sum.ln();
+        }
+    }
+    tile::write::<O, N>(&sums, &factor, out, b, h, first, false, config);
+}

@@ -1,0 +1,139 @@
+//! The backward kernel of the family `block` for queries: a cube owns queries, and meets the keys that they see.
+
+use cubecl::prelude::*;
+
+use super::super::score::{LARGE, bend, slope};
+use super::super::sight;
+use super::config::BlockConfig;
+use super::tile;
+
+/// dq of `own` queries a cube; cubes are counted over sequences, heads and blocks of queries.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
+    q: &Tensor<Vector<E, N>>,
+    k: &Tensor<Vector<E, N>>,
+    v: &Tensor<Vector<E, N>>,
+    d_out: &Tensor<Vector<E, N>>,
+    lse: &Tensor<f32>,
+    delta: &Tensor<f32>,
+    table: &[i32],
+    dq: &mut Tensor<Vector<O, N>>,
+    scale: f32,
+    scale_rest: f32,
+    cap: f32,
+    zero: u32,
+    #[comptime] config: BlockConfig,
+    #[define(E, O)] _dtypes: [ElemType; 2],
+) {
+    let m = comptime!(config.m());
+    let n = comptime!(config.n());
+    let side = comptime!(config.side);
+    let share = comptime!(config.share());
+    let own = comptime!(config.own);
+    let step = comptime!(config.step);
+    let labels = comptime!(config.labels);
+    let heads = q.shape(1);
+    let q_len = q.shape(2);
+    let k_len = k.shape(2);
+    let blocks = q_len.div_ceil(own);
+    let head_at = CUBE_POS / blocks;
+    if head_at >= q.shape(0) * heads {
+        terminate!();
+    }
+    let block = CUBE_POS % blocks;
+    let first = block * own;
+    let b = head_at / heads;
+    let h = head_at % heads;
+    let g = h / (heads / k.shape(1));
+    let x = UNIT_POS as usize % side;
+    let y = UNIT_POS as usize / side;
+    let q_rows = tile::rows::<E, N>(q, b, h);
+    let d_rows = tile::rows::<E, N>(d_out, b, h);
+    let k_rows = tile::rows::<E, N>(k, b, g);
+    let v_rows = tile::rows::<E, N>(v, b, g);
+
+    let mut stage = Shared::<[Vector<f32, N>]>::new_slice(comptime!(config.stage()));
+    let mut weights = Shared::<[f32]>::new_slice(comptime!(own * step));
+
+    let mut sums = Array::<Vector<f32, N>>::new(comptime!(m * share));
+    #[unroll]
+    for i in 0..comptime!(m * share) {
+        sums[i] = Vector::new(0.0);
+    }
+    let mut whole = Array::<f32>::new(m);
+    let mut deltas = Array::<f32>::new(m);
+    let mut least = Array::<i32>::new(m);
+    let mut limit = Array::<i32>::new(m);
+    let mut document = Array::<i32>::new(m);
+    #[unroll]
+    for r in 0..m {
+        let i = min(first + y * m + r, q_len - 1);
+        least[r] = sight::low(table, b, i, labels);
+        limit[r] = sight::high(table, b, i, k_len, labels);
+        document[r] = sight::q_document(table, b, i, labels);
+        whole[r] = lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)];
+        deltas[r] = delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)];
+    }
+
+    let begin = sight::first_key(table, first, k_len, labels);
+    let end = sight::end_key(table, min(first + own, q_len), k_len, labels);
+    for t in begin / step..end.div_ceil(step) {
+        if sight::meet(table, b, block, t, labels) {
+            let j0 = t * step;
+            let scores = tile::multiply::<E, N>(q, &q_rows, first, k, &k_rows, j0, &mut stage, config);
+            let products = tile::multiply::<E, N>(d_out, &d_rows, first, v, &v_rows, j0, &mut stage, config);
+            #[unroll]
+            for r in 0..m {
+                let size = whole[r].abs();
+                let large = size > f32::new(LARGE) && size < f32::new(1e29);
+                #[unroll]
+                for c in 0..n {
+                    let j = j0 + x + c * side;
+                    let rank = sight::rank(table, b, j, k_len, labels);
+                    let mut seen = rank >= least[r] && rank < limit[r];
+                    if comptime!(labels.documents) {
+                        seen = seen && sight::k_document(table, b, j, k_len, labels) == document[r];
+                    }
+                    let mut s = scores[r * n + c] * scale;
+                    if comptime!(config.softcap) {
+                        s = bend::<Const<1>>(Vector::new(s), cap).extract(0usize);
+                    }
+                    let mut less = s - whole[r];
+                    if comptime!(config.exact && !config.softcap) {
+                        if large {
+                            let i = min(first + y * m + r, q_len - 1);
+                            less = tile::exactly::<E, N>(
+                                q,
+                                tile::row_at(&q_rows, i),
+                                tile::column_of(&q_rows),
+                                k,
+                                tile::row_at(&k_rows, min(j, k_len - 1)),
+                                tile::column_of(&k_rows),
+                                scale,
+                                scale_rest,
+                                whole[r],
+                                zero,
+                                config,
+                            );
+                        }
+                    }
+                    // No probability is beyond 1 but by rounding: what overflows is hidden.
+                    let p = select(seen, min(less, f32::new(1.0)).exp(), f32::new(0.0));
+                    let mut ds = p * (products[r * n + c] - deltas[r]);
+                    if comptime!(config.softcap) {
+                        ds *= slope::<Const<1>>(Vector::new(s), cap).extract(0usize);
+                    }
+                    weights[(y * m + r) * step + x + c * side] = ds;
+                }
+            }
+            tile::accumulate::<E, N>(&mut sums, &weights, k, &k_rows, j0, &mut stage, config);
+        }
+    }
+
+    let mut factor = Array::<f32>::new(m);
+    #[unroll]
+    for r in 0..m {
+        factor[r] = scale;
+    }
+    tile::write::<O, N>(&sums, &factor, dq, b, h, first, false, config);
+}

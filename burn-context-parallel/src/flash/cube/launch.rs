@@ -1,0 +1,336 @@
+//! Starts kernels: sizes, buffers, and how many of what.
+
+use burn::backend::TensorMetadata;
+use burn::tensor::{DType, Shape};
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::client::Client;
+use cubecl::ir::AddressType;
+use cubecl::prelude::*;
+
+use super::super::blueprint::{Blueprint, Family, Tiles};
+use super::super::{FlashOptions, FlashShape};
+use super::block::{BlockConfig, block_forward, block_keys, block_queries};
+use super::delta::row_delta;
+use super::device;
+use super::rows::{RowsConfig, rows_forward, rows_keys, rows_queries};
+use super::table::{Labels, table};
+use crate::Result;
+
+/// One attention on one device, about to be started.
+pub(super) struct Launch<'a> {
+    operation: &'static str,
+    shape: &'a FlashShape,
+    options: &'a FlashOptions,
+    blueprint: Blueprint,
+    client: Client,
+    dtype: DType,
+    scalars: Scalars,
+}
+
+/// What kernels are told at run time.
+#[derive(Clone, Copy)]
+struct Scalars {
+    scale: f32,
+    /// What `scale` lacks of the number that it stands for.
+    scale_rest: f32,
+    cap: f32,
+}
+
+/// Rows of the other side whose labels share one entry of the table.
+const TILE: usize = 64;
+
+impl<'a> Launch<'a> {
+    pub fn new(operation: &'static str, shape: &'a FlashShape, q: &CubeTensor, options: &'a FlashOptions) -> Result<Self> {
+        let scale = options.resolved_scale(shape.head_dim);
+        let scalars = Scalars {
+            scale: scale as f32,
+            scale_rest: (scale - f64::from(scale as f32)) as f32,
+            cap: options.softcap.unwrap_or(1.0) as f32,
+        };
+        let blueprint = device::blueprint(shape, q, options)?;
+        let this = Self { operation, shape, options, blueprint, client: q.client.clone(), dtype: q.dtype(), scalars };
+        // Refused before anything is started.
+        table(operation, &FlashOptions::full(), shape, [1, 1])?;
+        Ok(this)
+    }
+
+    fn results(&self) -> DType {
+        self.options.result_dtype(self.dtype)
+    }
+
+    fn empty(&self, like: &CubeTensor, shape: &[usize], dtype: DType) -> CubeTensor {
+        empty_device_contiguous_dtype(self.client.clone(), like.device.clone(), Shape::from(shape.to_vec()), dtype)
+    }
+
+    fn zeros(&self, like: &CubeTensor, shape: &[usize], dtype: DType) -> CubeTensor {
+        zeros_client(self.client.clone(), like.device.clone(), Shape::from(shape.to_vec()), dtype)
+    }
+
+    /// The mask as a buffer, for tiles of so many queries and keys.
+    fn table(&self, tiles: [usize; 2]) -> BufferArg {
+        let table = table(self.operation, self.options, self.shape, tiles).expect("lengths were checked");
+        let handle = self.client.create_from_slice(bytemuck::cast_slice(&table));
+        // SAFETY: the buffer holds that many numbers.
+        unsafe { BufferArg::from_raw_parts(handle, table.len()) }
+    }
+
+    pub fn forward(&self, q: CubeTensor, k: CubeTensor, v: CubeTensor) -> (CubeTensor, CubeTensor) {
+        let shape = self.shape;
+        if shape.q().contains(&0) || shape.kv().contains(&0) {
+            return (self.zeros(&q, &shape.q(), self.results()), self.unseen(&q));
+        }
+        let out = self.empty(&q, &shape.q(), self.results());
+        let lse = self.empty(&q, &shape.rows(), DType::F32);
+        self.start_forward(q, k, v, out.clone(), lse.clone());
+        (out, lse)
+    }
+
+    /// The log-sum-exp where there are no keys.
+    fn unseen(&self, like: &CubeTensor) -> CubeTensor {
+        let rows = self.shape.rows();
+        let data = burn::tensor::TensorData::new(vec![f32::NEG_INFINITY; rows.iter().product()], rows.to_vec());
+        <CubeBackend as burn::backend::ops::FloatTensorOps<CubeBackend>>::float_from_data(data, &like.device)
+    }
+
+    /// dq, dk and dv, the latter added to `onto`.
+    pub fn backward(
+        &self,
+        inputs: [CubeTensor; 4],
+        statistics: [CubeTensor; 2],
+        onto: Option<[CubeTensor; 2]>,
+    ) -> (CubeTensor, CubeTensor, CubeTensor) {
+        let (shape, like) = (self.shape, inputs[0].clone());
+        if shape.q().contains(&0) || shape.kv().contains(&0) {
+            let zeros = |shape: &[usize]| self.zeros(&like, shape, self.results());
+            let [dk, dv] = onto.unwrap_or_else(|| [0; 2].map(|_| zeros(&shape.kv())));
+            return (zeros(&shape.q()), dk, dv);
+        }
+        let adds = onto.is_some();
+        // Written in place where nobody else holds them.
+        let own = |sum: CubeTensor| if sum.can_mut() && sum.is_contiguous() { sum } else { sum.copy() };
+        let [dk, dv] = match onto {
+            Some(sums) => sums.map(own),
+            None => [0; 2].map(|_| self.empty(&like, &shape.kv(), self.results())),
+        };
+        let dq = self.empty(&like, &shape.q(), self.results());
+        self.start_queries(inputs.clone(), statistics.clone(), dq.clone());
+        self.start_keys(inputs, statistics, [dk.clone(), dv.clone()], adds);
+        (dq, dk, dv)
+    }
+
+    fn rows_config(&self, tiles: &Tiles) -> RowsConfig {
+        RowsConfig {
+            dim: self.shape.head_dim,
+            vectors: tiles.own / tiles.vector,
+            step: tiles.step,
+            tile: TILE.next_multiple_of(tiles.step),
+            labels: Labels::of(self.options),
+            softcap: self.options.softcap.is_some(),
+            exact: self.dtype == DType::F32,
+        }
+    }
+
+    fn block_config(&self, tiles: &Tiles) -> BlockConfig {
+        let softcap = self.options.softcap.is_some();
+        BlockConfig::new(self.shape.head_dim, tiles, Labels::of(self.options), softcap, self.dtype == DType::F32)
+    }
+
+    /// Rows of the other side whose labels share an entry of the table.
+    fn tile(&self, tiles: &Tiles) -> usize {
+        match self.blueprint.family {
+            Family::Rows => TILE.next_multiple_of(tiles.step),
+            Family::Block => tiles.step,
+        }
+    }
+
+    /// Units or cubes for `rows` rows of each of `heads` heads, and what address they need.
+    fn grid<const N: usize>(&self, tiles: &Tiles, heads: usize, rows: usize, tensors: [&CubeTensor; N]) -> (CubeCount, CubeDim, AddressType) {
+        let blocks = self.shape.batch * heads * rows.div_ceil(tiles.own);
+        let each = match self.blueprint.family {
+            Family::Rows => tiles.units,
+            Family::Block => 1,
+        };
+        (cubes(blocks.div_ceil(each)), CubeDim::new_1d(tiles.units as u32), address(tensors))
+    }
+
+    /// The blueprint's tiles with a vector that the tensors can be read by: of the family `block`, along the head dimension.
+    fn readable<const N: usize>(&self, tiles: &Tiles, tensors: [&CubeTensor; N]) -> Tiles {
+        let fits = |vector: usize| {
+            tensors.iter().all(|tensor| {
+                let strides = tensor.meta.strides();
+                let offset = tensor.handle.offset_start.unwrap_or(0) as usize / tensor.dtype.size();
+                strides[3] == 1 && strides[..3].iter().chain([&offset]).all(|stride| stride.is_multiple_of(vector))
+            })
+        };
+        match self.blueprint.family {
+            Family::Block if !fits(tiles.vector) => Tiles { vector: 1, ..*tiles },
+            _ => *tiles,
+        }
+    }
+
+    fn start_forward(&self, q: CubeTensor, k: CubeTensor, v: CubeTensor, out: CubeTensor, lse: CubeTensor) {
+        let tiles = self.readable(&self.blueprint.forward, [&q, &k, &v, &out]);
+        let (count, dim, address) = self.grid(&tiles, self.shape.q_heads, self.shape.q_len, [&q, &k, &v, &out]);
+        let Scalars { scale, scale_rest, cap } = self.scalars;
+        let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
+        let table = self.table([tiles.own, self.tile(&tiles)]);
+        macro_rules! start {
+            ($kernel:ident, $config:expr) => {
+                // SAFETY: kernels read and write only inside the shapes of their tensors, which were checked, and inside the table.
+                unsafe {
+                    $kernel::launch_unchecked(
+                        &self.client,
+                        count,
+                        dim,
+                        address,
+                        tiles.vector,
+                        q.into_tensor_arg(),
+                        k.into_tensor_arg(),
+                        v.into_tensor_arg(),
+                        table,
+                        out.into_tensor_arg(),
+                        lse.into_tensor_arg(),
+                        scale,
+                        scale_rest,
+                        cap,
+                        0,
+                        $config,
+                        dtypes,
+                    )
+                }
+            };
+        }
+        match self.blueprint.family {
+            Family::Rows => start!(rows_forward, self.rows_config(&tiles)),
+            Family::Block => start!(block_forward, self.block_config(&tiles)),
+        }
+    }
+
+    fn start_queries(&self, [q, k, v, d_out]: [CubeTensor; 4], [lse, delta]: [CubeTensor; 2], dq: CubeTensor) {
+        let tiles = self.readable(&self.blueprint.queries, [&q, &k, &v, &d_out, &dq]);
+        let (count, dim, address) = self.grid(&tiles, self.shape.q_heads, self.shape.q_len, [&q, &k, &v, &d_out, &dq]);
+        let Scalars { scale, scale_rest, cap } = self.scalars;
+        let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
+        let table = self.table([tiles.own, self.tile(&tiles)]);
+        macro_rules! start {
+            ($kernel:ident, $config:expr) => {
+                // SAFETY: as in `start_forward`.
+                unsafe {
+                    $kernel::launch_unchecked(
+                        &self.client,
+                        count,
+                        dim,
+                        address,
+                        tiles.vector,
+                        q.into_tensor_arg(),
+                        k.into_tensor_arg(),
+                        v.into_tensor_arg(),
+                        d_out.into_tensor_arg(),
+                        lse.into_tensor_arg(),
+                        delta.into_tensor_arg(),
+                        table,
+                        dq.into_tensor_arg(),
+                        scale,
+                        scale_rest,
+                        cap,
+                        0,
+                        $config,
+                        dtypes,
+                    )
+                }
+            };
+        }
+        match self.blueprint.family {
+            Family::Rows => start!(rows_queries, self.rows_config(&tiles)),
+            Family::Block => start!(block_queries, self.block_config(&tiles)),
+        }
+    }
+
+    fn start_keys(&self, [q, k, v, d_out]: [CubeTensor; 4], [lse, delta]: [CubeTensor; 2], [dk, dv]: [CubeTensor; 2], onto: bool) {
+        let tiles = self.readable(&self.blueprint.keys, [&q, &k, &v, &d_out, &dk, &dv]);
+        let (count, dim, address) = self.grid(&tiles, self.shape.kv_heads, self.shape.k_len, [&q, &k, &v, &d_out, &dk, &dv]);
+        let Scalars { scale, scale_rest, cap } = self.scalars;
+        let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
+        let table = self.table([self.tile(&tiles), tiles.own]);
+        macro_rules! start {
+            ($kernel:ident, $config:expr) => {
+                // SAFETY: as in `start_forward`.
+                unsafe {
+                    $kernel::launch_unchecked(
+                        &self.client,
+                        count,
+                        dim,
+                        address,
+                        tiles.vector,
+                        q.into_tensor_arg(),
+                        k.into_tensor_arg(),
+                        v.into_tensor_arg(),
+                        d_out.into_tensor_arg(),
+                        lse.into_tensor_arg(),
+                        delta.into_tensor_arg(),
+                        table,
+                        dk.into_tensor_arg(),
+                        dv.into_tensor_arg(),
+                        scale,
+                        scale_rest,
+                        cap,
+                        0,
+                        onto,
+                        $config,
+                        dtypes,
+                    )
+                }
+            };
+        }
+        match self.blueprint.family {
+            Family::Rows => start!(rows_keys, self.rows_config(&tiles)),
+            Family::Block => start!(block_keys, self.block_config(&tiles)),
+        }
+    }
+}
+
+/// `rowsum(d_out out)`, less `d_lse`.
+pub(super) fn delta(d_out: CubeTensor, out: CubeTensor, d_lse: Option<CubeTensor>) -> CubeTensor {
+    let client = out.client.clone();
+    let shape = out.shape();
+    let rows = Shape::from([shape[0], shape[1], shape[2]]);
+    if shape.num_elements() == 0 {
+        return zeros_client(client, out.device.clone(), rows, DType::F32);
+    }
+    let delta = empty_device_contiguous_dtype(client.clone(), out.device.clone(), rows.clone(), DType::F32);
+    let each = (client.properties().hardware.max_units_per_cube as usize).min(64);
+    let (count, dim) = (cubes(rows.num_elements().div_ceil(each)), CubeDim::new_1d(each as u32));
+    let dtypes = [d_out.dtype(), out.dtype()].map(dtype_to_elem_type);
+    let less = d_lse.is_some();
+    let address = address([&d_out, &out]);
+    // SAFETY: the kernel reads and writes only inside the shapes of its tensors. Without `less` it reads nothing of d_lse.
+    unsafe {
+        row_delta::launch_unchecked(
+            &client,
+            count,
+            dim,
+            address,
+            d_out.into_tensor_arg(),
+            out.into_tensor_arg(),
+            d_lse.unwrap_or_else(|| delta.clone()).into_tensor_arg(),
+            delta.clone().into_tensor_arg(),
+            less,
+            dtypes,
+        );
+    }
+    delta
+}
+
+/// So many cubes, or a few more, in a grid of which no side is longer than devices allow.
+fn cubes(count: usize) -> CubeCount {
+    const SIDE: usize = 65535;
+    let rows = count.div_ceil(SIDE).max(1);
+    CubeCount::Static(count.div_ceil(rows) as u32, rows as u32, 1)
+}
+
+fn address<const N: usize>(tensors: [&CubeTensor; N]) -> AddressType {
+    tensors.into_iter().map(CubeTensor::required_address_type).max().unwrap_or_default()
+}

@@ -1,0 +1,133 @@
+//! Flash attention for CubeCL devices: one source, compiled for each of them when it is first used.
+//!
+//! `table` is the mask as numbers, `sight` reads it in kernels, `score` is the arithmetic that all kernels share, `rows` and `block`
+//! are the two families of kernels, `delta` their prepass, `launch` starts them, `fused` puts them among deferred operations.
+
+mod block;
+mod delta;
+mod device;
+mod fused;
+mod launch;
+mod rows;
+mod score;
+mod sight;
+mod table;
+
+use burn::backend::TensorMetadata;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::DType;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::untile;
+use burn_cubecl::tensor::CubeTensor;
+
+use super::check::row_dtype;
+use super::{FlashOps, FlashOptions, FlashShape};
+use crate::{Error, OrRaise, Result};
+
+pub(super) use device::check_tensor;
+pub use device::device_limits;
+use launch::Launch;
+
+impl FlashOps for CubeBackend {
+    fn flash_forward(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        options: FlashOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let operation = "FlashOps::flash_forward";
+        let [q, k, v] = [q, k, v].map(rows_of);
+        let shape = check(operation, [&q, &k, &v], &options).or_raise();
+        Launch::new(operation, &shape, &q, &options).or_raise().forward(q, k, v)
+    }
+
+    fn flash_backward(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        d_out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        delta: FloatTensor<Self>,
+        options: FlashOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        backward("FlashOps::flash_backward", [q, k, v, d_out], [lse, delta], None, &options)
+    }
+
+    fn flash_backward_onto(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        d_out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        delta: FloatTensor<Self>,
+        dk: FloatTensor<Self>,
+        dv: FloatTensor<Self>,
+        options: FlashOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let onto = Some([dk, dv].map(rows_of));
+        backward("FlashOps::flash_backward_onto", [q, k, v, d_out], [lse, delta], onto, &options)
+    }
+
+    fn flash_delta(d_out: FloatTensor<Self>, out: FloatTensor<Self>) -> FloatTensor<Self> {
+        launch::delta(rows_of(d_out), rows_of(out), None)
+    }
+
+    fn flash_delta_less(d_out: FloatTensor<Self>, out: FloatTensor<Self>, d_lse: FloatTensor<Self>) -> FloatTensor<Self> {
+        launch::delta(rows_of(d_out), rows_of(out), Some(rows_of(d_lse)))
+    }
+}
+
+/// The tensor with plain strides.
+fn rows_of(tensor: CubeTensor) -> CubeTensor {
+    if tensor.meta.is_tiled() { untile(tensor) } else { tensor }
+}
+
+fn backward(
+    operation: &'static str,
+    inputs: [CubeTensor; 4],
+    statistics: [CubeTensor; 2],
+    onto: Option<[CubeTensor; 2]>,
+    options: &FlashOptions,
+) -> (CubeTensor, CubeTensor, CubeTensor) {
+    let [q, k, v, d_out] = inputs.map(rows_of);
+    let [lse, delta] = statistics.map(rows_of);
+    let shape = check(operation, [&q, &k, &v], options).or_raise();
+    let dtype = q.dtype();
+    beside(operation, "d_out", &d_out, &shape.q(), dtype).or_raise();
+    beside(operation, "lse", &lse, &shape.rows(), DType::F32).or_raise();
+    beside(operation, "delta", &delta, &shape.rows(), DType::F32).or_raise();
+    let sums = options.result_dtype(dtype);
+    for (name, tensor) in ["dk", "dv"].into_iter().zip(onto.iter().flatten()) {
+        beside(operation, name, tensor, &shape.kv(), sums).or_raise();
+    }
+    Launch::new(operation, &shape, &q, options).or_raise().backward([q, k, v, d_out], [lse, delta], onto)
+}
+
+fn check(operation: &'static str, [q, k, v]: [&CubeTensor; 3], options: &FlashOptions) -> Result<FlashShape> {
+    row_dtype(operation, q.dtype())?;
+    let dtypes = [q, k, v].map(TensorMetadata::dtype);
+    if dtypes.iter().any(|dtype| *dtype != q.dtype()) {
+        return Err(Error::invalid(operation, format!("q, k and v are {dtypes:?}"), "cast them to one type"));
+    }
+    let mut dims = [[0; 4]; 3];
+    for (dims, tensor) in dims.iter_mut().zip([q, k, v]) {
+        *dims = <[usize; 4]>::try_from(tensor.shape().as_slice()).map_err(|_| {
+            let problem = format!("an input has shape {:?}", tensor.shape());
+            Error::invalid(operation, problem, "give tensors of four dimensions, [B, heads, S, D]")
+        })?;
+    }
+    let shape = FlashShape::of(operation, dims[0], dims[1], dims[2])?;
+    options.check_lengths(operation, shape.batch, shape.q_len, shape.k_len)?;
+    Ok(shape)
+}
+
+fn beside(operation: &'static str, name: &str, tensor: &CubeTensor, shape: &[usize], dtype: DType) -> Result<()> {
+    if tensor.shape().as_slice() == shape && tensor.dtype() == dtype {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        operation,
+        format!("{name} is {:?} of {:?}", tensor.shape(), tensor.dtype()),
+        format!("give {shape:?} of {dtype:?}"),
+    ))
+}

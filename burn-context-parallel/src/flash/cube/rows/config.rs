@@ -1,0 +1,21 @@
+//! What a kernel of the family `rows` is compiled for.
+
+use super::super::table::Labels;
+
+/// One unit owns `lanes x vectors` rows, one a lane of a register, and meets the other side `step` rows at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(in super::super) struct RowsConfig {
+    /// D.
+    pub dim: usize,
+    /// Registers across the rows that a unit owns.
+    pub vectors: usize,
+    /// Rows of the other side that are met at once.
+    pub step: usize,
+    /// Rows of the other side in a tile, of which the table knows the extremes; a multiple of `step`.
+    pub tile: usize,
+    pub labels: Labels,
+    /// Whether scores are bent.
+    pub softcap: bool,
+    /// Whether large scores are computed in two parts.
+    pub exact: bool,
+}

@@ -1,0 +1,150 @@
+//! The backward kernel of the family `rows` for queries: a unit owns queries, and meets the keys that they see.
+
+use cubecl::prelude::*;
+
+use super::super::score::{LARGE, bend, slope};
+use super::super::sight;
+use super::config::RowsConfig;
+use super::tile;
+
+/// dq of `lanes x vectors` queries a unit; units are counted over sequences, heads and blocks of queries.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
+    q: &Tensor<E>,
+    k: &Tensor<E>,
+    v: &Tensor<E>,
+    d_out: &Tensor<E>,
+    lse: &Tensor<f32>,
+    delta: &Tensor<f32>,
+    table: &[i32],
+    dq: &mut Tensor<O>,
+    scale: f32,
+    scale_rest: f32,
+    cap: f32,
+    zero: u32,
+    #[comptime] config: RowsConfig,
+    #[define(E, O)] _dtypes: [ElemType; 2],
+) {
+    let vectors = comptime!(config.vectors);
+    let step = comptime!(config.step);
+    let labels = comptime!(config.labels);
+    let own = comptime!(config.vectors * N::value());
+    let heads = q.shape(1);
+    let q_len = q.shape(2);
+    let k_len = k.shape(2);
+    let blocks = q_len.div_ceil(own);
+    let head_at = ABSOLUTE_POS / blocks;
+    if head_at >= q.shape(0) * heads {
+        terminate!();
+    }
+    let block = ABSOLUTE_POS % blocks;
+    let first = block * own;
+    let b = head_at / heads;
+    let h = head_at % heads;
+    let g = h / (heads / k.shape(1));
+    let k_base = b * k.stride(0) + g * k.stride(1);
+    let v_base = b * v.stride(0) + g * v.stride(1);
+
+    let mut queries = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
+    tile::transpose::<E, N>(q, b * q.stride(0) + h * q.stride(1), first, q_len, &mut queries, config);
+    let mut given = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
+    tile::transpose::<E, N>(d_out, b * d_out.stride(0) + h * d_out.stride(1), first, q_len, &mut given, config);
+    let mut sums = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
+    tile::clear::<N>(&mut sums, config);
+
+    let mut least = Array::<Vector<i32, N>>::new(vectors);
+    let mut limit = Array::<Vector<i32, N>>::new(vectors);
+    let mut document = Array::<Vector<i32, N>>::new(vectors);
+    let mut whole = Array::<Vector<f32, N>>::new(vectors);
+    let mut deltas = Array::<Vector<f32, N>>::new(vectors);
+    #[unroll]
+    for w in 0..vectors {
+        let mut some_low = Vector::<i32, N>::new(0);
+        let mut some_high = Vector::<i32, N>::new(0);
+        let mut some_document = Vector::<i32, N>::new(0);
+        let mut some_lse = Vector::<f32, N>::new(0.0);
+        let mut some_delta = Vector::<f32, N>::new(0.0);
+        #[unroll]
+        for lane in 0..N::value() {
+            let i = min(first + w * N::value() + lane, q_len - 1);
+            some_low.insert(lane, sight::low(table, b, i, labels));
+            some_high.insert(lane, sight::high(table, b, i, k_len, labels));
+            some_document.insert(lane, sight::q_document(table, b, i, labels));
+            some_lse.insert(lane, lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)]);
+            some_delta.insert(lane, delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)]);
+        }
+        least[w] = some_low;
+        limit[w] = some_high;
+        document[w] = some_document;
+        whole[w] = some_lse;
+        deltas[w] = some_delta;
+    }
+
+    let begin = sight::first_key(table, first, k_len, labels);
+    let end = sight::end_key(table, min(first + own, q_len), k_len, labels);
+    let tile = comptime!(config.tile);
+    for t in begin / tile..end.div_ceil(tile) {
+        if sight::meet(table, b, block, t, labels) {
+            let from = max(t * tile, begin) / step;
+            let to = min(t * tile + tile, end).div_ceil(step);
+            for at in from..to {
+                let j0 = at * step;
+                let k_at = tile::starts::<E>(k, k_base, j0, k_len, config);
+                let v_at = tile::starts::<E>(v, v_base, j0, k_len, config);
+                let mut scores = tile::multiply::<E, N>(&queries, k, &k_at, config);
+                let products = tile::multiply::<E, N>(&given, v, &v_at, config);
+                #[unroll]
+                for c in 0..step {
+                    let r = Vector::<i32, N>::new(sight::rank(table, b, j0 + c, k_len, labels));
+                    let d = Vector::<i32, N>::new(sight::k_document(table, b, j0 + c, k_len, labels));
+                    #[unroll]
+                    for w in 0..vectors {
+                        let mut outside = r.less_than(&least[w]).or(r.greater_equal(&limit[w]));
+                        if comptime!(labels.documents) {
+                            outside = outside.or(d.not_equal(&document[w]));
+                        }
+                        let mut s = scores[c * vectors + w] * Vector::new(scale);
+                        if comptime!(config.softcap) {
+                            s = bend::<N>(s, cap);
+                        }
+                        let mut less = s - whole[w];
+                        if comptime!(config.exact && !config.softcap) {
+                            let size = whole[w].abs();
+                            let mut farthest = f32::new(0.0);
+                            #[unroll]
+                            for lane in 0..N::value() {
+                                let x = size.extract(lane);
+                                farthest = max(farthest, select(x < f32::new(1e29), x, f32::new(0.0)));
+                            }
+                            if farthest > f32::new(LARGE) {
+                                let large = size.greater_than(&Vector::new(LARGE));
+                                let mut some_high = Vector::<f32, N>::new(0.0);
+                                let mut some_low = Vector::<f32, N>::new(0.0);
+                                tile::exactly::<E, N>(
+                                    &queries, w, k, k_at[c], scale, scale_rest, zero, &mut some_high, &mut some_low, config,
+                                );
+                                less = select_many(large, (some_high - whole[w]) + some_low, less);
+                            }
+                        }
+                        // No probability is beyond 1 but by rounding: what overflows is hidden.
+                        let p = select_many(outside, Vector::new(0.0f32), min(less, Vector::new(1.0f32)).exp());
+                        let mut ds = p * (products[c * vectors + w] - deltas[w]);
+                        if comptime!(config.softcap) {
+                            ds *= slope::<N>(s, cap);
+                        }
+                        scores[c * vectors + w] = ds;
+                    }
+                }
+                tile::accumulate::<E, N>(&mut sums, &scores, k, &k_at, &whole, false, config);
+            }
+        }
+    }
+
+    let mut factor = Array::<Vector<f32, N>>::new(vectors);
+    #[unroll]
+    for w in 0..vectors {
+        factor[w] = Vector::new(scale);
+    }
+    let base = b * dq.stride(0) + h * dq.stride(1);
+    tile::write::<O, N>(&sums, &factor, dq, base, first, q_len, false, config);
+}
