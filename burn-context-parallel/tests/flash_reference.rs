@@ -5,7 +5,7 @@ mod common;
 
 use burn::tensor::{Device, Tensor};
 use burn_context_parallel::flash::{self, FlashOptions};
-use common::{Case, close, difference, largest};
+use common::{Case, close, device, difference, largest};
 use rstest::rstest;
 
 /// Outputs within 2e-5, gradients within 5e-5 of the largest magnitude, or within what f32 can know of a score: four
@@ -43,8 +43,8 @@ fn agrees_with_pytorch(
     #[values(flash::flash_attention_with_lse, flash::reference::attention_with_lse)] attention: Attention,
 ) {
     let case = Case::read(name);
-    let device = Device::flex().autodiff();
-    let inner = Device::flex();
+    let inner = device();
+    let device = inner.clone().autodiff();
     let [q, k, v] = ["q", "k", "v"].map(|n| case.tensor::<4>(n, &device).require_grad());
     let (out, lse) = attention(q.clone(), k.clone(), v.clone(), &case.options).unwrap();
     close("out", &out, &case.tensor("out", &inner), OUTPUT);
@@ -65,7 +65,7 @@ fn untracked_pieces_agree_with_pytorch(
     name: &str,
 ) {
     let case = Case::read(name);
-    let device = Device::flex();
+    let device = device();
     let [q, k, v, d_out] = ["q", "k", "v", "d_out"].map(|n| case.tensor::<4>(n, &device));
     let (out, lse) = flash::forward(q.clone(), k.clone(), v.clone(), &case.options).unwrap();
     let delta = flash::delta(d_out.clone(), out);

@@ -74,6 +74,9 @@ pub struct DeviceLimits {
 pub(crate) const MAX_DIM: usize = 256;
 /// Buffers of the kernel that has most of them: q, k, v, d_out, lse, delta, the table, dk, dv, and sizes.
 const BUFFERS: usize = 10;
+/// Tiles that are tried for a kernel.
+#[cfg(feature = "autotune")]
+pub(crate) const ALTERNATIVES: usize = 4;
 /// Numbers of the head dimension that are in shared memory at once, of the family `block`.
 pub(crate) const SLAB: usize = 16;
 
@@ -86,10 +89,11 @@ impl Blueprint {
     fn rows(limits: &DeviceLimits, dim: usize) -> Self {
         let vector = limits.vector.clamp(1, 16);
         let units = limits.units;
-        // A number of the other side is read once for all vectors; more of them leave no registers for the steps.
-        let tiles = |vectors: usize, step: usize| Tiles { vector, own: vector * vectors, step, units };
-        let wide = if dim <= 128 { 2 } else { 1 };
-        Self { family: Family::Rows, forward: tiles(wide, 8), queries: tiles(wide, 4), keys: tiles(1, 4) }
+        // A number of the other side is read once for all vectors, and a register of own rows once for a step: 4 x 4 sums, which
+        // leaves as many registers for the numbers themselves. Rows of 256 numbers leave the first-level cache.
+        let vectors = if dim <= 128 { 4 } else { 2 };
+        let tiles = Tiles { vector, own: vector * vectors, step: 4, units };
+        Self { family: Family::Rows, forward: tiles, queries: tiles, keys: tiles }
     }
 
     fn block(limits: &DeviceLimits, dim: usize) -> Self {
@@ -120,19 +124,23 @@ impl Blueprint {
         for (name, tiles) in [("forward", &self.forward), ("queries", &self.queries), ("keys", &self.keys)] {
             let Tiles { vector, own, step, units } = *tiles;
             if [vector, own, step, units].contains(&0) || !vector.is_power_of_two() || vector > 16 {
-                return refuse(format!("{name}: {tiles}"), "use a vector of 1, 2, 4, 8 or 16 numbers, and at least one row and unit");
+                return refuse(
+                    format!("{name}: {tiles}"),
+                    "use a vector of 1, 2, 4, 8 or 16 numbers, and at least one row and unit",
+                );
             }
             match self.family {
                 Family::Rows => {
-                    if !own.is_multiple_of(vector) || own > 4 * vector || step > 32 {
-                        return refuse(format!("{name}: {tiles}"), "own 1 to 4 vectors of rows, and step over 1 to 32");
+                    if !own.is_multiple_of(vector) || own > 8 * vector || step > 32 {
+                        return refuse(format!("{name}: {tiles}"), "own 1 to 8 vectors of rows, and step over 1 to 32");
                     }
                 }
                 Family::Block => {
                     let side = block_side(units);
                     let whole = side * side == units && own.is_multiple_of(side) && step.is_multiple_of(side);
                     if !whole || !SLAB.is_multiple_of(vector) {
-                        let remedy = "use a square number of units, rows that its root divides, and a vector that divides 16";
+                        let remedy =
+                            "use a square number of units, rows that its root divides, and a vector that divides 16";
                         return refuse(format!("{name}: {tiles}"), remedy);
                     }
                     if units > limits.units {
@@ -141,7 +149,8 @@ impl Blueprint {
                     }
                     let bytes = shared_bytes(tiles);
                     if bytes > limits.shared_bytes {
-                        let problem = format!("{name}: {bytes} bytes of shared memory, the device has {}", limits.shared_bytes);
+                        let problem =
+                            format!("{name}: {bytes} bytes of shared memory, the device has {}", limits.shared_bytes);
                         return refuse(problem, "own fewer rows, or step over fewer");
                     }
                 }
@@ -161,6 +170,27 @@ pub(crate) fn block_side(units: usize) -> usize {
 pub(crate) fn shared_bytes(tiles: &Tiles) -> usize {
     let Tiles { vector, own, step, units } = *tiles;
     4 * ((own + step) * (SLAB + vector) + own * step + own * block_side(units))
+}
+
+#[cfg(feature = "autotune")]
+impl Tiles {
+    /// Tiles that give the same bits as these, which come first; fewer if a device cannot have them.
+    pub(crate) fn alternatives(&self, family: Family) -> [Self; ALTERNATIVES] {
+        match family {
+            Family::Rows => {
+                let vectors = self.own / self.vector;
+                let others = [2, 3, 4, 6].into_iter().filter(|other| *other != vectors);
+                let mut others = others.map(|vectors| Self { own: self.vector * vectors, ..*self });
+                std::array::from_fn(|n| if n == 0 { *self } else { others.next().unwrap_or(*self) })
+            }
+            Family::Block => [
+                *self,
+                Self { own: self.own / 2, ..*self },
+                Self { own: self.own * 2, ..*self },
+                Self { own: self.own * 4, ..*self },
+            ],
+        }
+    }
 }
 
 impl fmt::Display for Family {

@@ -97,14 +97,26 @@ fn place(tensor: &DispatchTensor) -> &DispatchTensorKind {
 }
 
 /// Refuses tensors that no kernel here can read, and mixes of backends, devices and autodiff strategies.
-fn check_places(operation: &'static str, tensors: &[(&'static str, DispatchTensor)]) -> Result<()> {
+fn check_places(
+    operation: &'static str,
+    tensors: &[(&'static str, DispatchTensor)],
+    options: &FlashOptions,
+) -> Result<()> {
     let mut context: Option<(&'static str, DispatchAutodiffContext)> = None;
     for (name, tensor) in tensors {
         match place(tensor) {
             #[cfg(feature = "flex")]
-            DispatchTensorKind::Flex(_) => {}
+            DispatchTensorKind::Flex(_) => {
+                if let Some(blueprint) = &options.blueprint {
+                    return Err(Error::unsupported(
+                        operation,
+                        format!("a blueprint of CubeCL kernels ({}) for {name} on a Flex device", blueprint.family),
+                        "leave the blueprint away, or use a CubeCL device",
+                    ));
+                }
+            }
             #[cfg(feature = "cube")]
-            DispatchTensorKind::Cube(_) => {}
+            DispatchTensorKind::Cube(_) => super::cube::check_tensor(operation, name, tensor, options)?,
             #[allow(unreachable_patterns)]
             _ => {
                 return Err(Error::unsupported(
@@ -115,6 +127,13 @@ fn check_places(operation: &'static str, tensors: &[(&'static str, DispatchTenso
             }
         }
         if let DispatchAutodiffContext::Enabled(_) = tensor.autodiff {
+            if options.f32_results && tensor.dtype().size() < 4 {
+                return Err(Error::invalid(
+                    operation,
+                    format!("f32 results asked for, but {name} of {:?} is on an autodiff device", tensor.dtype()),
+                    "cast the output, or call flash::forward and flash::backward without autodiff",
+                ));
+            }
             match context {
                 Some((first, other)) if other != tensor.autodiff => {
                     return Err(Error::invalid(
@@ -143,7 +162,7 @@ pub(crate) fn check_inputs(
     options: &FlashOptions,
 ) -> Result<FlashShape> {
     let named = [("q", q), ("k", k), ("v", v)];
-    check_places(operation, &named.map(|(name, t)| (name, t.clone().into_dispatch())))?;
+    check_places(operation, &named.map(|(name, t)| (name, t.clone().into_dispatch())), options)?;
     check_plain(operation, q, k, v, options)
 }
 
@@ -202,7 +221,7 @@ pub(crate) fn check_beside<const D: usize>(
     dtype: DType,
 ) -> Result<()> {
     check_untracked(operation, name, tensor)?;
-    check_places(operation, &[(name, tensor.clone().into_dispatch())])?;
+    check_places(operation, &[(name, tensor.clone().into_dispatch())], &FlashOptions::default())?;
     if tensor.dims() != shape || tensor.dtype() != dtype {
         return Err(Error::invalid(
             operation,

@@ -250,8 +250,9 @@ pub fn backward_onto(
     check::check_beside(operation, "lse", &lse, shape.rows(), rows)?;
     check::check_beside(operation, "delta", &delta, shape.rows(), rows)?;
     if let Some((dk, dv)) = &sums {
-        check::check_beside(operation, "dk so far", dk, shape.kv(), q.dtype())?;
-        check::check_beside(operation, "dv so far", dv, shape.kv(), q.dtype())?;
+        let dtype = options.result_dtype(q.dtype());
+        check::check_beside(operation, "dk so far", dk, shape.kv(), dtype)?;
+        check::check_beside(operation, "dv so far", dv, shape.kv(), dtype)?;
     }
     let [q, k, v, d_out] = [q, k, v, d_out].map(Tensor::into_dispatch);
     let [lse, delta] = [lse, delta].map(Tensor::into_dispatch);
@@ -282,12 +283,7 @@ pub fn backward_onto(
 /// One f32 tensor of the size of `out` on the way (two beside f16 and bf16).
 pub fn delta(d_out: Tensor<4>, out: Tensor<4>) -> Tensor<3> {
     assert_eq!(d_out.dims(), out.dims(), "flash::delta: d_out and out must have the same shape");
-    let dtype = crate::buffer::accumulator(out.dtype());
-    let [b, h, s, d] = out.dims();
-    if b * h * s * d == 0 {
-        return Tensor::zeros([b, h, s], (&out.device(), dtype));
-    }
-    (d_out.cast(dtype) * out.cast(dtype)).sum_dim(3).reshape([b, h, s])
+    Tensor::from_dispatch(Dispatch::flash_delta(d_out.into_dispatch(), out.into_dispatch()))
 }
 
 /// Bytes that [`forward`] holds at most at once above its inputs, the results among them, on a Flex device with so

@@ -8,6 +8,16 @@ use burn_context_parallel::flash::FlashOptions;
 use burn_context_parallel::sequence::Documents;
 use safetensors::SafeTensors;
 
+/// Where these tests run: the runtime that the build was made for.
+pub fn device() -> Device {
+    #[cfg(feature = "cpu")]
+    return Device::cpu();
+    #[cfg(all(feature = "wgpu", not(feature = "cpu")))]
+    return Device::wgpu(burn::tensor::DeviceKind::DefaultDevice);
+    #[cfg(not(any(feature = "cpu", feature = "wgpu")))]
+    Device::flex()
+}
+
 /// One case of `tests/reference/make_attention.py` of the workspace.
 pub struct Case {
     pub options: FlashOptions,

@@ -32,5 +32,6 @@ pub(super) fn row_delta<E: Float, O: Float>(
     if comptime!(less) {
         sum -= d_lse[b * d_lse.stride(0) + h * d_lse.stride(1) + i * d_lse.stride(2)];
     }
-    delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)] = sum;
+    let at = b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2);
+    delta[at] = sum;
 }

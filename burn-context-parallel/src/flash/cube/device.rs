@@ -1,14 +1,13 @@
 //! What a CubeCL device can do.
 
-use burn::backend::TensorMetadata;
+use burn::backend::{BackendTensor, DispatchTensor, DispatchTensorKind, TensorMetadata};
 use burn::tensor::DType;
 use burn_cubecl::CubeDevice;
-use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 
+use super::super::FlashOptions;
 use super::super::blueprint::{Blueprint, DeviceLimits};
-use super::super::{FlashOptions, FlashShape};
 use crate::{Error, Result};
 
 /// What kernels must fit in on a CubeCL device.
@@ -29,30 +28,41 @@ pub(super) fn limits(client: &Client) -> DeviceLimits {
     }
 }
 
-/// What a tensor's device cannot do for an attention, found before any kernel is built.
+/// What a tensor's device cannot do for an attention, found before anything is started or deferred.
 pub(in super::super) fn check_tensor(
     operation: &'static str,
     name: &'static str,
-    dtype: DType,
-    elements: usize,
-    client: &Client,
+    tensor: &DispatchTensor,
+    options: &FlashOptions,
 ) -> Result<()> {
+    let (dtype, shape) = (tensor.dtype(), tensor.shape());
     if dtype == DType::F64 {
         let problem = format!("{name} is f64 on a CubeCL device, whose kernels compute in f32");
         return Err(Error::unsupported(operation, problem, "cast to f32, or use a Flex device"));
     }
-    if elements > i32::MAX as usize && !limits(client).wide_addresses {
+    let Some(limits) = client(tensor).map(|client| limits(&client)) else { return Ok(()) };
+    let elements = shape.num_elements();
+    if elements > i32::MAX as usize && !limits.wide_addresses {
         let problem = format!("{name} has {elements} elements, the device addresses {} at most", i32::MAX);
         return Err(Error::unsupported(operation, problem, "spread the heads or the sequence over more ranks"));
+    }
+    if let Some(dim) = shape.as_slice().get(3).filter(|dim| **dim > 0) {
+        options.blueprint.unwrap_or_else(|| Blueprint::choose(&limits, *dim)).check(&limits, *dim)?;
     }
     Ok(())
 }
 
-/// The blueprint of one attention: forced or chosen, and checked.
-pub(super) fn blueprint(shape: &FlashShape, q: &CubeTensor, options: &FlashOptions) -> Result<Blueprint> {
-    let limits = limits(&q.client);
-    check_tensor("flash attention", "q", q.dtype(), q.shape().num_elements(), &q.client)?;
-    let blueprint = options.blueprint.unwrap_or_else(|| Blueprint::choose(&limits, shape.head_dim));
-    blueprint.check(&limits, shape.head_dim)?;
-    Ok(blueprint)
+/// The client of a tensor's device.
+fn client(tensor: &DispatchTensor) -> Option<Client> {
+    let kind = match &tensor.kind {
+        DispatchTensorKind::Autodiff(inner) => inner,
+        kind => kind,
+    };
+    let DispatchTensorKind::Cube(tensor) = kind else { return None };
+    let device = match tensor {
+        BackendTensor::Float(tensor) => TensorMetadata::device(tensor),
+        BackendTensor::Autodiff(tensor) => TensorMetadata::device(tensor),
+        _ => return None,
+    };
+    Some(device.client())
 }

@@ -1,8 +1,9 @@
 //! Starts kernels: sizes, buffers, and how many of what.
 
 use burn::backend::TensorMetadata;
-use burn::tensor::{DType, Shape};
 use burn::backend::cubecl::dtype_to_elem_type;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DType, Shape, TensorData};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
 use burn_cubecl::tensor::CubeTensor;
@@ -10,7 +11,7 @@ use cubecl::client::Client;
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 
-use super::super::blueprint::{Blueprint, Family, Tiles};
+use super::super::blueprint::{Blueprint, DeviceLimits, Family, Tiles};
 use super::super::{FlashOptions, FlashShape};
 use super::block::{BlockConfig, block_forward, block_keys, block_queries};
 use super::delta::row_delta;
@@ -20,10 +21,12 @@ use super::table::{Labels, table};
 use crate::Result;
 
 /// One attention on one device, about to be started.
-pub(super) struct Launch<'a> {
+#[derive(Clone)]
+pub(super) struct Launch {
     operation: &'static str,
-    shape: &'a FlashShape,
-    options: &'a FlashOptions,
+    shape: FlashShape,
+    options: FlashOptions,
+    limits: DeviceLimits,
     blueprint: Blueprint,
     client: Client,
     dtype: DType,
@@ -42,19 +45,22 @@ struct Scalars {
 /// Rows of the other side whose labels share one entry of the table.
 const TILE: usize = 64;
 
-impl<'a> Launch<'a> {
-    pub fn new(operation: &'static str, shape: &'a FlashShape, q: &CubeTensor, options: &'a FlashOptions) -> Result<Self> {
+impl Launch {
+    pub fn new(operation: &'static str, shape: FlashShape, q: &CubeTensor, options: FlashOptions) -> Result<Self> {
         let scale = options.resolved_scale(shape.head_dim);
         let scalars = Scalars {
             scale: scale as f32,
             scale_rest: (scale - f64::from(scale as f32)) as f32,
             cap: options.softcap.unwrap_or(1.0) as f32,
         };
-        let blueprint = device::blueprint(shape, q, options)?;
-        let this = Self { operation, shape, options, blueprint, client: q.client.clone(), dtype: q.dtype(), scalars };
-        // Refused before anything is started.
-        table(operation, &FlashOptions::full(), shape, [1, 1])?;
-        Ok(this)
+        let limits = device::limits(&q.client);
+        let blueprint = options.blueprint.unwrap_or_else(|| Blueprint::choose(&limits, shape.head_dim));
+        if shape.head_dim > 0 {
+            blueprint.check(&limits, shape.head_dim)?;
+        }
+        // Too long a sequence is refused before anything is started.
+        table(operation, &FlashOptions::full(), &shape, [1, 1])?;
+        Ok(Self { operation, shape, options, limits, blueprint, client: q.client.clone(), dtype: q.dtype(), scalars })
     }
 
     fn results(&self) -> DType {
@@ -71,28 +77,38 @@ impl<'a> Launch<'a> {
 
     /// The mask as a buffer, for tiles of so many queries and keys.
     fn table(&self, tiles: [usize; 2]) -> BufferArg {
-        let table = table(self.operation, self.options, self.shape, tiles).expect("lengths were checked");
+        let table = table(self.operation, &self.options, &self.shape, tiles).expect("lengths were checked");
         let handle = self.client.create_from_slice(bytemuck::cast_slice(&table));
         // SAFETY: the buffer holds that many numbers.
         unsafe { BufferArg::from_raw_parts(handle, table.len()) }
     }
 
     pub fn forward(&self, q: CubeTensor, k: CubeTensor, v: CubeTensor) -> (CubeTensor, CubeTensor) {
-        let shape = self.shape;
+        let shape = &self.shape;
         if shape.q().contains(&0) || shape.kv().contains(&0) {
-            return (self.zeros(&q, &shape.q(), self.results()), self.unseen(&q));
+            return (self.zeros(&q, &shape.q(), self.results()), self.counted(&q));
         }
         let out = self.empty(&q, &shape.q(), self.results());
         let lse = self.empty(&q, &shape.rows(), DType::F32);
-        self.start_forward(q, k, v, out.clone(), lse.clone());
+        let sizes = [shape.q_heads, shape.q_len, shape.k_len];
+        let (tensors, results) = ([q.clone(), k, v], [out.clone(), lse.clone()]);
+        self.fastest("forward", &self.blueprint.forward, sizes, &q, move |this, tiles| {
+            this.start_forward(tiles, tensors.clone(), results.clone());
+            results[0].clone()
+        });
         (out, lse)
     }
 
-    /// The log-sum-exp where there are no keys.
-    fn unseen(&self, like: &CubeTensor) -> CubeTensor {
+    /// The log-sum-exp without dimensions, where every score is 0, or without keys.
+    fn counted(&self, like: &CubeTensor) -> CubeTensor {
+        let FlashShape { q_heads, q_len, k_len, .. } = self.shape;
         let rows = self.shape.rows();
-        let data = burn::tensor::TensorData::new(vec![f32::NEG_INFINITY; rows.iter().product()], rows.to_vec());
-        <CubeBackend as burn::backend::ops::FloatTensorOps<CubeBackend>>::float_from_data(data, &like.device)
+        let of = |row: usize| {
+            let (b, i) = (row / (q_heads * q_len), row % q_len);
+            ((0..k_len).filter(|j| self.options.sees(b, i, *j)).count() as f64).ln() as f32
+        };
+        let values: Vec<f32> = (0..rows.iter().product()).map(of).collect();
+        CubeBackend::float_from_data(TensorData::new(values, rows.to_vec()), &like.device)
     }
 
     /// dq, dk and dv, the latter added to `onto`.
@@ -102,7 +118,7 @@ impl<'a> Launch<'a> {
         statistics: [CubeTensor; 2],
         onto: Option<[CubeTensor; 2]>,
     ) -> (CubeTensor, CubeTensor, CubeTensor) {
-        let (shape, like) = (self.shape, inputs[0].clone());
+        let (shape, like) = (&self.shape, inputs[0].clone());
         if shape.q().contains(&0) || shape.kv().contains(&0) {
             let zeros = |shape: &[usize]| self.zeros(&like, shape, self.results());
             let [dk, dv] = onto.unwrap_or_else(|| [0; 2].map(|_| zeros(&shape.kv())));
@@ -116,18 +132,72 @@ impl<'a> Launch<'a> {
             None => [0; 2].map(|_| self.empty(&like, &shape.kv(), self.results())),
         };
         let dq = self.empty(&like, &shape.q(), self.results());
-        self.start_queries(inputs.clone(), statistics.clone(), dq.clone());
-        self.start_keys(inputs, statistics, [dk.clone(), dv.clone()], adds);
+        let sizes = [shape.q_heads, shape.q_len, shape.k_len];
+        let (tensors, rows, result) = (inputs.clone(), statistics.clone(), dq.clone());
+        self.fastest("dq", &self.blueprint.queries, sizes, &like, move |this, tiles| {
+            this.start_queries(tiles, tensors.clone(), rows.clone(), result.clone());
+            result.clone()
+        });
+        let results = [dk.clone(), dv.clone()];
+        if adds {
+            // Trying would add again and again.
+            self.start_keys(&self.blueprint.keys, inputs, statistics, results, true);
+        } else {
+            let sizes = [shape.kv_heads, shape.k_len, shape.q_len];
+            self.fastest("dk and dv", &self.blueprint.keys, sizes, &like, move |this, tiles| {
+                this.start_keys(tiles, inputs.clone(), statistics.clone(), results.clone(), false);
+                results[0].clone()
+            });
+        }
         (dq, dk, dv)
     }
 
-    fn rows_config(&self, tiles: &Tiles) -> RowsConfig {
+    /// Starts a kernel: with the blueprint's tiles, or if nobody forced them with the fastest that give the same bits.
+    fn fastest(
+        &self,
+        kernel: &str,
+        tiles: &Tiles,
+        sizes: [usize; 3],
+        like: &CubeTensor,
+        start: impl Fn(&Self, &Tiles) -> CubeTensor + Send + Sync + 'static,
+    ) {
+        #[cfg(feature = "autotune")]
+        if self.options.blueprint.is_none() {
+            use super::tune::{Start, TilesKey, fastest};
+            let (this, family) = (self.clone(), self.blueprint.family);
+            let key = TilesKey {
+                kernel: format!("{family} {kernel}"),
+                element: dtype_to_elem_type(self.dtype),
+                dim: self.shape.head_dim,
+                labels: Labels::of(&self.options).any(),
+                softcap: self.options.softcap.is_some(),
+                heads: self.shape.batch * sizes[0],
+                own: sizes[1],
+                other: sizes[2],
+            };
+            let alternatives = tiles.alternatives(family);
+            let start = move |n: usize| {
+                let tiles = alternatives[n];
+                let one = Blueprint { family, forward: tiles, queries: tiles, keys: tiles };
+                one.check(&this.limits, this.shape.head_dim).map_err(|error| error.to_string())?;
+                Ok(start(&this, &tiles))
+            };
+            fastest(key, like, Start(std::sync::Arc::new(start)));
+            return;
+        }
+        let _ = (kernel, sizes, like);
+        start(self, tiles);
+    }
+
+    fn rows_config(&self, tiles: &Tiles, dense: bool) -> RowsConfig {
         RowsConfig {
             dim: self.shape.head_dim,
+            lanes: tiles.vector,
             vectors: tiles.own / tiles.vector,
             step: tiles.step,
             tile: TILE.next_multiple_of(tiles.step),
-            labels: Labels::of(self.options),
+            dense,
+            labels: Labels::of(&self.options),
             softcap: self.options.softcap.is_some(),
             exact: self.dtype == DType::F32,
         }
@@ -135,7 +205,7 @@ impl<'a> Launch<'a> {
 
     fn block_config(&self, tiles: &Tiles) -> BlockConfig {
         let softcap = self.options.softcap.is_some();
-        BlockConfig::new(self.shape.head_dim, tiles, Labels::of(self.options), softcap, self.dtype == DType::F32)
+        BlockConfig::new(self.shape.head_dim, tiles, Labels::of(&self.options), softcap, self.dtype == DType::F32)
     }
 
     /// Rows of the other side whose labels share an entry of the table.
@@ -147,13 +217,24 @@ impl<'a> Launch<'a> {
     }
 
     /// Units or cubes for `rows` rows of each of `heads` heads, and what address they need.
-    fn grid<const N: usize>(&self, tiles: &Tiles, heads: usize, rows: usize, tensors: [&CubeTensor; N]) -> (CubeCount, CubeDim, AddressType) {
+    fn grid<const N: usize>(
+        &self,
+        tiles: &Tiles,
+        heads: usize,
+        rows: usize,
+        tensors: [&CubeTensor; N],
+    ) -> (CubeCount, CubeDim, AddressType) {
         let blocks = self.shape.batch * heads * rows.div_ceil(tiles.own);
         let each = match self.blueprint.family {
             Family::Rows => tiles.units,
             Family::Block => 1,
         };
-        (cubes(blocks.div_ceil(each)), CubeDim::new_1d(tiles.units as u32), address(tensors))
+        let address = match self.blueprint.family {
+            // What a processor adds to its pointers anyway: sums in 32 bits are a step more.
+            Family::Rows if self.limits.wide_addresses => AddressType::U64,
+            _ => address(tensors),
+        };
+        (cubes(blocks.div_ceil(each)), CubeDim::new_1d(tiles.units as u32), address)
     }
 
     /// The blueprint's tiles with a vector that the tensors can be read by: of the family `block`, along the head dimension.
@@ -171,8 +252,8 @@ impl<'a> Launch<'a> {
         }
     }
 
-    fn start_forward(&self, q: CubeTensor, k: CubeTensor, v: CubeTensor, out: CubeTensor, lse: CubeTensor) {
-        let tiles = self.readable(&self.blueprint.forward, [&q, &k, &v, &out]);
+    fn start_forward(&self, tiles: &Tiles, [q, k, v]: [CubeTensor; 3], [out, lse]: [CubeTensor; 2]) {
+        let (tiles, dense) = (self.readable(tiles, [&q, &k, &v, &out]), is_dense([&q, &k, &v]));
         let (count, dim, address) = self.grid(&tiles, self.shape.q_heads, self.shape.q_len, [&q, &k, &v, &out]);
         let Scalars { scale, scale_rest, cap } = self.scalars;
         let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
@@ -204,13 +285,19 @@ impl<'a> Launch<'a> {
             };
         }
         match self.blueprint.family {
-            Family::Rows => start!(rows_forward, self.rows_config(&tiles)),
+            Family::Rows => start!(rows_forward, self.rows_config(&tiles, dense)),
             Family::Block => start!(block_forward, self.block_config(&tiles)),
         }
     }
 
-    fn start_queries(&self, [q, k, v, d_out]: [CubeTensor; 4], [lse, delta]: [CubeTensor; 2], dq: CubeTensor) {
-        let tiles = self.readable(&self.blueprint.queries, [&q, &k, &v, &d_out, &dq]);
+    fn start_queries(
+        &self,
+        tiles: &Tiles,
+        [q, k, v, d_out]: [CubeTensor; 4],
+        [lse, delta]: [CubeTensor; 2],
+        dq: CubeTensor,
+    ) {
+        let (tiles, dense) = (self.readable(tiles, [&q, &k, &v, &d_out, &dq]), is_dense([&q, &k, &v, &d_out]));
         let (count, dim, address) = self.grid(&tiles, self.shape.q_heads, self.shape.q_len, [&q, &k, &v, &d_out, &dq]);
         let Scalars { scale, scale_rest, cap } = self.scalars;
         let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
@@ -244,14 +331,22 @@ impl<'a> Launch<'a> {
             };
         }
         match self.blueprint.family {
-            Family::Rows => start!(rows_queries, self.rows_config(&tiles)),
+            Family::Rows => start!(rows_queries, self.rows_config(&tiles, dense)),
             Family::Block => start!(block_queries, self.block_config(&tiles)),
         }
     }
 
-    fn start_keys(&self, [q, k, v, d_out]: [CubeTensor; 4], [lse, delta]: [CubeTensor; 2], [dk, dv]: [CubeTensor; 2], onto: bool) {
-        let tiles = self.readable(&self.blueprint.keys, [&q, &k, &v, &d_out, &dk, &dv]);
-        let (count, dim, address) = self.grid(&tiles, self.shape.kv_heads, self.shape.k_len, [&q, &k, &v, &d_out, &dk, &dv]);
+    fn start_keys(
+        &self,
+        tiles: &Tiles,
+        [q, k, v, d_out]: [CubeTensor; 4],
+        [lse, delta]: [CubeTensor; 2],
+        [dk, dv]: [CubeTensor; 2],
+        onto: bool,
+    ) {
+        let (tiles, dense) = (self.readable(tiles, [&q, &k, &v, &d_out, &dk, &dv]), is_dense([&q, &k, &v, &d_out]));
+        let (count, dim, address) =
+            self.grid(&tiles, self.shape.kv_heads, self.shape.k_len, [&q, &k, &v, &d_out, &dk, &dv]);
         let Scalars { scale, scale_rest, cap } = self.scalars;
         let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
         let table = self.table([self.tile(&tiles), tiles.own]);
@@ -286,7 +381,7 @@ impl<'a> Launch<'a> {
             };
         }
         match self.blueprint.family {
-            Family::Rows => start!(rows_keys, self.rows_config(&tiles)),
+            Family::Rows => start!(rows_keys, self.rows_config(&tiles, dense)),
             Family::Block => start!(block_keys, self.block_config(&tiles)),
         }
     }
@@ -329,6 +424,10 @@ fn cubes(count: usize) -> CubeCount {
     const SIDE: usize = 65535;
     let rows = count.div_ceil(SIDE).max(1);
     CubeCount::Static(count.div_ceil(rows) as u32, rows as u32, 1)
+}
+
+fn is_dense<const N: usize>(tensors: [&CubeTensor; N]) -> bool {
+    tensors.iter().all(|tensor| tensor.meta.strides()[3] == 1)
 }
 
 fn address<const N: usize>(tensors: [&CubeTensor; N]) -> AddressType {

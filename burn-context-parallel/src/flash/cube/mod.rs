@@ -12,6 +12,8 @@ mod rows;
 mod score;
 mod sight;
 mod table;
+#[cfg(feature = "autotune")]
+mod tune;
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
@@ -38,7 +40,7 @@ impl FlashOps for CubeBackend {
         let operation = "FlashOps::flash_forward";
         let [q, k, v] = [q, k, v].map(rows_of);
         let shape = check(operation, [&q, &k, &v], &options).or_raise();
-        Launch::new(operation, &shape, &q, &options).or_raise().forward(q, k, v)
+        Launch::new(operation, shape, &q, options).or_raise().forward(q, k, v)
     }
 
     fn flash_backward(
@@ -72,7 +74,11 @@ impl FlashOps for CubeBackend {
         launch::delta(rows_of(d_out), rows_of(out), None)
     }
 
-    fn flash_delta_less(d_out: FloatTensor<Self>, out: FloatTensor<Self>, d_lse: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn flash_delta_less(
+        d_out: FloatTensor<Self>,
+        out: FloatTensor<Self>,
+        d_lse: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
         launch::delta(rows_of(d_out), rows_of(out), Some(rows_of(d_lse)))
     }
 }
@@ -100,7 +106,7 @@ fn backward(
     for (name, tensor) in ["dk", "dv"].into_iter().zip(onto.iter().flatten()) {
         beside(operation, name, tensor, &shape.kv(), sums).or_raise();
     }
-    Launch::new(operation, &shape, &q, options).or_raise().backward([q, k, v, d_out], [lse, delta], onto)
+    Launch::new(operation, shape, &q, options.clone()).or_raise().backward([q, k, v, d_out], [lse, delta], onto)
 }
 
 fn check(operation: &'static str, [q, k, v]: [&CubeTensor; 3], options: &FlashOptions) -> Result<FlashShape> {

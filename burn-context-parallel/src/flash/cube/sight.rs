@@ -41,7 +41,7 @@ pub(super) fn q_document(table: &[i32], b: usize, i: usize, #[comptime] labels: 
     if comptime!(labels.documents) {
         table[part(table, head::Q_DOCUMENTS) + b * part(table, head::Q_DOCUMENTS_STEP) + i]
     } else {
-        0i32
+        i32::new(0)
     }
 }
 
@@ -51,7 +51,7 @@ pub(super) fn k_document(table: &[i32], b: usize, j: usize, k_len: usize, #[comp
     if comptime!(labels.documents) {
         table[part(table, head::K_DOCUMENTS) + b * part(table, head::K_DOCUMENTS_STEP) + min(j, k_len - 1)]
     } else {
-        0i32
+        i32::new(0)
     }
 }
 
@@ -61,7 +61,7 @@ pub(super) fn meet(table: &[i32], b: usize, q_tile: usize, k_tile: usize, #[comp
     if comptime!(labels.any()) {
         let q = part(table, head::Q_TILES) + b * part(table, head::Q_TILES_STEP) + q_tile * EXTREMES;
         let k = part(table, head::K_TILES) + b * part(table, head::K_TILES_STEP) + k_tile * EXTREMES;
-        let mut meet = true;
+        let mut meet = true.runtime();
         if comptime!(labels.documents) {
             meet = table[q] <= table[k + 1] && table[k] <= table[q + 1];
         }
@@ -70,7 +70,7 @@ pub(super) fn meet(table: &[i32], b: usize, q_tile: usize, k_tile: usize, #[comp
         }
         meet
     } else {
-        true
+        true.runtime()
     }
 }
 
@@ -78,7 +78,7 @@ pub(super) fn meet(table: &[i32], b: usize, q_tile: usize, k_tile: usize, #[comp
 #[cube]
 pub(super) fn first_key(table: &[i32], first: usize, k_len: usize, #[comptime] labels: Labels) -> usize {
     if comptime!(labels.positions) {
-        0usize
+        0usize.runtime()
     } else {
         min(max(first as i32 + table[head::LOW_SHIFT], 0i32) as usize, k_len)
     }
@@ -98,7 +98,7 @@ pub(super) fn end_key(table: &[i32], end: usize, k_len: usize, #[comptime] label
 #[cube]
 pub(super) fn first_query(table: &[i32], first: usize, q_len: usize, #[comptime] labels: Labels) -> usize {
     if comptime!(labels.positions) {
-        0usize
+        0usize.runtime()
     } else {
         min(max(first as i32 - table[head::HIGH_SHIFT] + 1i32, 0i32) as usize, q_len)
     }

@@ -95,7 +95,7 @@ struct QueryTask<'a, E> {
 }
 
 /// Adds to dq `[B, H, Sq, D]`. No dimension is 0.
-pub(super) fn queries<E: Stored>(inputs: Inputs<'_, E>, dq: &mut [E]) {
+pub(super) fn queries<E: Stored, O: Stored<Real = E::Real>>(inputs: Inputs<'_, E>, dq: &mut [O]) {
     let &FlashShape { q_heads, q_len, head_dim: d, .. } = inputs.shape;
     let mut tasks = Vec::with_capacity(dq.len() / (q_len * d) * q_len.div_ceil(Q_TILE));
     for (bh, dq) in dq.chunks_mut(q_len * d).enumerate() {
@@ -109,13 +109,13 @@ pub(super) fn queries<E: Stored>(inputs: Inputs<'_, E>, dq: &mut [E]) {
     });
 }
 
-struct QueryTile<'a, 'b, E: Stored> {
+struct QueryTile<'a, 'b, E: Stored, O> {
     inputs: Inputs<'a, E>,
-    task: QueryTask<'b, E>,
+    task: QueryTask<'b, O>,
     scratch: &'a mut Scratch,
 }
 
-impl<E: Stored> WithSimd for QueryTile<'_, '_, E> {
+impl<E: Stored, O: Stored<Real = E::Real>> WithSimd for QueryTile<'_, '_, E, O> {
     type Output = ();
 
     #[inline(always)]
@@ -233,7 +233,7 @@ struct KeyTask<'a, E> {
 }
 
 /// Adds to dk and dv `[B, G, Sk, D]`. No dimension is 0.
-pub(super) fn keys<E: Stored>(inputs: Inputs<'_, E>, dk: &mut [E], dv: &mut [E]) {
+pub(super) fn keys<E: Stored, O: Stored<Real = E::Real>>(inputs: Inputs<'_, E>, dk: &mut [O], dv: &mut [O]) {
     let &FlashShape { kv_heads, k_len, head_dim: d, .. } = inputs.shape;
     let mut tasks = Vec::with_capacity(dk.len() / (k_len * d) * k_len.div_ceil(K_TILE));
     for (bg, (dk, dv)) in dk.chunks_mut(k_len * d).zip(dv.chunks_mut(k_len * d)).enumerate() {
@@ -248,13 +248,13 @@ pub(super) fn keys<E: Stored>(inputs: Inputs<'_, E>, dk: &mut [E], dv: &mut [E])
     });
 }
 
-struct KeyTile<'a, 'b, E: Stored> {
+struct KeyTile<'a, 'b, E: Stored, O> {
     inputs: Inputs<'a, E>,
-    task: KeyTask<'b, E>,
+    task: KeyTask<'b, O>,
     scratch: &'a mut Scratch,
 }
 
-impl<E: Stored> WithSimd for KeyTile<'_, '_, E> {
+impl<E: Stored, O: Stored<Real = E::Real>> WithSimd for KeyTile<'_, '_, E, O> {
     type Output = ();
 
     #[inline(always)]

@@ -27,12 +27,12 @@ use crate::flash::mask::{Cover, Mask};
 use crate::flash::{FlashOptions, FlashShape};
 
 /// One tile of queries, and where its results go.
-struct Task<'a, E: Stored> {
+struct Task<'a, O: Stored> {
     b: usize,
     head: usize,
     first: usize,
-    out: &'a mut [E],
-    lse: &'a mut [E::Real],
+    out: &'a mut [O],
+    lse: &'a mut [O::Real],
 }
 
 /// Bytes of one worker's scratch.
@@ -48,11 +48,11 @@ pub(super) fn task_bytes(shape: &FlashShape) -> usize {
 }
 
 /// Fills `out [B, H, Sq, D]` and `lse [B, H, Sq]`, which start as zeros.
-pub(super) fn forward<E: Stored>(
+pub(super) fn forward<E: Stored, O: Stored<Real = E::Real>>(
     shape: &FlashShape,
     [q, k, v]: [View<'_, E>; 3],
     options: &FlashOptions,
-    out: &mut [E],
+    out: &mut [O],
     lse: &mut [E::Real],
 ) {
     let &FlashShape { q_heads, q_len, k_len, head_dim: d, .. } = shape;
@@ -83,7 +83,7 @@ pub(super) fn forward<E: Stored>(
     });
 }
 
-struct Tile<'a, 'b, E: Stored> {
+struct Tile<'a, 'b, E: Stored, O: Stored> {
     shape: &'a FlashShape,
     q: View<'a, E>,
     k: View<'a, E>,
@@ -91,11 +91,11 @@ struct Tile<'a, 'b, E: Stored> {
     scale: E::Real,
     options: &'a FlashOptions,
     mask: &'a Mask<'a>,
-    task: Task<'b, E>,
+    task: Task<'b, O>,
     scratch: &'a mut Scratch,
 }
 
-impl<E: Stored> WithSimd for Tile<'_, '_, E> {
+impl<E: Stored, O: Stored<Real = E::Real>> WithSimd for Tile<'_, '_, E, O> {
     type Output = ();
 
     #[inline(always)]
@@ -172,7 +172,7 @@ impl<E: Stored> WithSimd for Tile<'_, '_, E> {
                 let weight = total[i].reciprocal();
                 row.iter_mut().for_each(|x| *x = x.times(weight));
             }
-            E::narrow_row(&row[..d], out);
+            O::narrow_row(&row[..d], out);
         }
     }
 }

@@ -33,11 +33,14 @@ impl FlashOps for Flex {
         let inputs = [&q, &k, &v];
         let operation = "FlashOps::flash_forward";
         let (shape, dtype) = check(operation, inputs, &options).or_raise();
+        let half = options.result_dtype(dtype) == dtype;
         match dtype {
-            DType::F64 => forward_of::<f64>(&shape, inputs, &options),
-            DType::F16 => forward_of::<f16>(&shape, inputs, &options),
-            DType::BF16 => forward_of::<bf16>(&shape, inputs, &options),
-            _ => forward_of::<f32>(&shape, inputs, &options),
+            DType::F64 => forward_of::<f64, f64>(&shape, inputs, &options),
+            DType::F16 if half => forward_of::<f16, f16>(&shape, inputs, &options),
+            DType::F16 => forward_of::<f16, f32>(&shape, inputs, &options),
+            DType::BF16 if half => forward_of::<bf16, bf16>(&shape, inputs, &options),
+            DType::BF16 => forward_of::<bf16, f32>(&shape, inputs, &options),
+            _ => forward_of::<f32, f32>(&shape, inputs, &options),
         }
     }
 
@@ -84,30 +87,33 @@ fn backward_checked(
     beside(operation, "lse", &lse, &shape.rows(), rows).or_raise();
     beside(operation, "delta", &delta, &shape.rows(), rows).or_raise();
     if let Some([dk, dv]) = &onto {
-        beside(operation, "dk", dk, &shape.kv(), dtype).or_raise();
-        beside(operation, "dv", dv, &shape.kv(), dtype).or_raise();
+        let sums = options.result_dtype(dtype);
+        beside(operation, "dk", dk, &shape.kv(), sums).or_raise();
+        beside(operation, "dv", dv, &shape.kv(), sums).or_raise();
     }
-    let rows = [lse, delta];
+    let (rows, half) = ([lse, delta], options.result_dtype(dtype) == dtype);
     match dtype {
-        DType::F64 => backward_of::<f64>(&shape, inputs, rows, onto, options),
-        DType::F16 => backward_of::<f16>(&shape, inputs, rows, onto, options),
-        DType::BF16 => backward_of::<bf16>(&shape, inputs, rows, onto, options),
-        _ => backward_of::<f32>(&shape, inputs, rows, onto, options),
+        DType::F64 => backward_of::<f64, f64>(&shape, inputs, rows, onto, options),
+        DType::F16 if half => backward_of::<f16, f16>(&shape, inputs, rows, onto, options),
+        DType::F16 => backward_of::<f16, f32>(&shape, inputs, rows, onto, options),
+        DType::BF16 if half => backward_of::<bf16, bf16>(&shape, inputs, rows, onto, options),
+        DType::BF16 => backward_of::<bf16, f32>(&shape, inputs, rows, onto, options),
+        _ => backward_of::<f32, f32>(&shape, inputs, rows, onto, options),
     }
 }
 
-fn forward_of<E: Stored>(
+fn forward_of<E: Stored, O: Stored<Real = E::Real>>(
     shape: &FlashShape,
     inputs: [&FlexTensor; 3],
     options: &FlashOptions,
 ) -> (FlexTensor, FlexTensor) {
-    let mut out = zeros::<E>(&shape.q());
+    let mut out = zeros::<O>(&shape.q());
     let mut lse = zeros::<E::Real>(&shape.rows());
     forward::forward(shape, inputs.map(View::<E>::new), options, &mut out, &mut lse);
     (tensor(out, &shape.q()), tensor(lse, &shape.rows()))
 }
 
-fn backward_of<E: Stored>(
+fn backward_of<E: Stored, O: Stored<Real = E::Real>>(
     shape: &FlashShape,
     inputs: [&FlexTensor; 4],
     rows: [FlexTensor; 2],
@@ -120,15 +126,15 @@ fn backward_of<E: Stored>(
     let [q, k, v, d_out] = inputs.map(View::<E>::new);
     let mask = &Mask::new(options, [shape.q_len, shape.k_len], [work::Q_TILE, work::K_TILE]);
     let inputs = backward::Inputs { shape, q, k, v, d_out, lse: slice(lse), delta: slice(delta), options, mask };
-    let mut dq = zeros::<E>(&shape.q());
+    let mut dq = zeros::<O>(&shape.q());
     let [mut dk, mut dv] = match onto {
         // Written in place where nobody else holds them: `storage_mut` copies what is shared.
         Some(sums) => sums.map(own),
-        None => [0; 2].map(|_| tensor(zeros::<E>(&shape.kv()), &shape.kv())),
+        None => [0; 2].map(|_| tensor(zeros::<O>(&shape.kv()), &shape.kv())),
     };
     if !dq.is_empty() && elements(&shape.kv()) > 0 {
         backward::queries(inputs, &mut dq);
-        backward::keys(inputs, dk.storage_mut::<E>(), dv.storage_mut::<E>());
+        backward::keys(inputs, dk.storage_mut::<O>(), dv.storage_mut::<O>());
     }
     (tensor(dq, &shape.q()), dk, dv)
 }

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::score::{FLOOR, HIDDEN, LARGE, bend};
+use super::super::score::{FLOOR, HIDDEN, bend, is_large};
 use super::super::sight;
 use super::config::BlockConfig;
 use super::tile;
@@ -110,8 +110,7 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
                 let less = (largest[r] - most).exp();
                 largest[r] = most;
                 let mut sum = f32::new(0.0);
-                let size = most.abs();
-                let large = size > f32::new(LARGE) && size < f32::new(1e29);
+                let large = is_large(most);
                 #[unroll]
                 for c in 0..n {
                     let s = scores[r * n + c];
@@ -168,7 +167,8 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
         let i = first + y * m + r;
         if x == 0usize && i < q_len {
             // The logarithm of 0 is minus infinity on every device, where a constant is not.
-            lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)] = largest[r] + sum.ln();
+            let at = b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2);
+            lse[at] = largest[r] + sum.ln();
         }
     }
     tile::write::<O, N>(&sums, &factor, out, b, h, first, false, config);

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::score::{LARGE, bend, slope};
+use super::super::score::{bend, is_large, slope};
 use super::super::sight;
 use super::config::BlockConfig;
 use super::tile;
@@ -93,8 +93,7 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                     let asking = sight::q_document(table, b, i, labels);
                     let whole = lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)];
                     let row_delta = delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)];
-                    let size = whole.abs();
-                    let large = size > f32::new(LARGE) && size < f32::new(1e29);
+                    let large = is_large(whole);
                     #[unroll]
                     for r in 0..m {
                         let mut seen = ranks[r] >= least && ranks[r] < limit;

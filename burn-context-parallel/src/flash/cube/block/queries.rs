@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::score::{LARGE, bend, slope};
+use super::super::score::{bend, is_large, slope};
 use super::super::sight;
 use super::config::BlockConfig;
 use super::tile;
@@ -84,8 +84,7 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
             let products = tile::multiply::<E, N>(d_out, &d_rows, first, v, &v_rows, j0, &mut stage, config);
             #[unroll]
             for r in 0..m {
-                let size = whole[r].abs();
-                let large = size > f32::new(LARGE) && size < f32::new(1e29);
+                let large = is_large(whole[r]);
                 #[unroll]
                 for c in 0..n {
                     let j = j0 + x + c * side;

@@ -7,15 +7,26 @@ use super::super::table::Labels;
 pub(in super::super) struct RowsConfig {
     /// D.
     pub dim: usize,
+    /// Numbers of a register.
+    pub lanes: usize,
     /// Registers across the rows that a unit owns.
     pub vectors: usize,
     /// Rows of the other side that are met at once.
     pub step: usize,
     /// Rows of the other side in a tile, of which the table knows the extremes; a multiple of `step`.
     pub tile: usize,
+    /// Whether the dimensions of every row lie side by side.
+    pub dense: bool,
     pub labels: Labels,
     /// Whether scores are bent.
     pub softcap: bool,
     /// Whether large scores are computed in two parts.
     pub exact: bool,
+}
+
+impl RowsConfig {
+    /// Rows that a unit owns.
+    pub fn own(&self) -> usize {
+        self.lanes * self.vectors
+    }
 }

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::score::{HIDDEN, LARGE, bend};
+use super::super::score::{HIDDEN, bend};
 use super::super::sight;
 use super::config::RowsConfig;
 use super::tile;
@@ -26,7 +26,7 @@ pub(in super::super) fn rows_forward<E: Float, O: Float, N: Size>(
     let vectors = comptime!(config.vectors);
     let step = comptime!(config.step);
     let labels = comptime!(config.labels);
-    let own = comptime!(config.vectors * N::value());
+    let own = comptime!(config.own());
     let heads = q.shape(1);
     let q_len = q.shape(2);
     let k_len = k.shape(2);
@@ -123,30 +123,36 @@ pub(in super::super) fn rows_forward<E: Float, O: Float, N: Size>(
                 if comptime!(config.exact) {
                     #[unroll]
                     for w in 0..vectors {
-                        let size = after[w].abs();
-                        let mut farthest = f32::new(0.0);
-                        #[unroll]
-                        for lane in 0..N::value() {
-                            let x = size.extract(lane);
-                            farthest = max(farthest, select(x < f32::new(1e29), x, f32::new(0.0)));
-                        }
-                        if farthest > f32::new(LARGE) {
+                        if tile::some_large::<N>(after[w]) {
                             // Row by row: another row's scores must not change a bit of this one's.
-                            let large = size.greater_than(&Vector::new(LARGE)).vec_and(size.less_than(&Vector::new(1e29f32)));
-                            #[unroll]
+                            let large = tile::large::<N>(after[w]);
+                            let mut exact = Array::<Vector<f32, N>>::new(step);
                             for c in 0..step {
                                 let mut some_high = Vector::<f32, N>::new(0.0);
                                 let mut some_low = Vector::<f32, N>::new(0.0);
+                                let k_row = k_base + min(j0 + c, k_len - 1) * k.stride(2);
                                 tile::exactly::<E, N>(
-                                    &queries, w, k, k_at[c], scale, scale_rest, zero, &mut some_high, &mut some_low, config,
+                                    &queries,
+                                    w,
+                                    k,
+                                    k_row,
+                                    scale,
+                                    scale_rest,
+                                    zero,
+                                    &mut some_high,
+                                    &mut some_low,
+                                    config,
                                 );
                                 if comptime!(config.softcap) {
                                     some_high = bend::<N>(some_high, cap);
                                     some_low = Vector::new(0.0);
                                 }
                                 // What it is measured from need not be the largest one, only near: it cancels.
-                                let s = (some_high - after[w]) + some_low;
-                                scores[c * vectors + w] = select_many(large, s, scores[c * vectors + w]);
+                                exact[c] = (some_high - after[w]) + some_low;
+                            }
+                            #[unroll]
+                            for c in 0..step {
+                                scores[c * vectors + w] = select_many(large, exact[c], scores[c * vectors + w]);
                             }
                         }
                     }

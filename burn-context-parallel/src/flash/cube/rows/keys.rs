@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::score::{LARGE, bend, slope};
+use super::super::score::{bend, is_large, slope};
 use super::super::sight;
 use super::config::RowsConfig;
 use super::tile;
@@ -31,7 +31,7 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
     let vectors = comptime!(config.vectors);
     let step = comptime!(config.step);
     let labels = comptime!(config.labels);
-    let own = comptime!(config.vectors * N::value());
+    let own = comptime!(config.own());
     let kv_heads = k.shape(1);
     let q_len = q.shape(2);
     let k_len = k.shape(2);
@@ -92,16 +92,37 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                     let d_at = tile::starts::<E>(d_out, d_base, i0, q_len, config);
                     let mut scores = tile::multiply::<E, N>(&keys, q, &q_at, config);
                     let mut products = tile::multiply::<E, N>(&values, d_out, &d_at, config);
+                    let mut exact = Array::<Vector<f32, N>>::new(comptime!(step * vectors));
+                    if comptime!(config.exact && !config.softcap) {
+                        for c in 0..step {
+                            let i = min(i0 + c, q_len - 1);
+                            let row_lse = lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)];
+                            if is_large(row_lse) {
+                                #[unroll]
+                                for w in 0..vectors {
+                                    let mut high = Vector::<f32, N>::new(0.0);
+                                    let mut low = Vector::<f32, N>::new(0.0);
+                                    let q_row = q_base + i * q.stride(2);
+                                    tile::exactly::<E, N>(
+                                        &keys, w, q, q_row, scale, scale_rest, zero, &mut high, &mut low, config,
+                                    );
+                                    exact[c * vectors + w] = (high - Vector::new(row_lse)) + low;
+                                }
+                            }
+                        }
+                    }
                     #[unroll]
                     for c in 0..step {
                         let i = min(i0 + c, q_len - 1);
                         let there = i0 + c < q_len;
                         let least = Vector::<i32, N>::new(sight::low(table, b, i, labels));
-                        let limit = Vector::<i32, N>::new(select(there, sight::high(table, b, i, k_len, labels), i32::new(-1)));
+                        let limit =
+                            Vector::<i32, N>::new(select(there, sight::high(table, b, i, k_len, labels), i32::new(-1)));
                         let d = Vector::<i32, N>::new(sight::q_document(table, b, i, labels));
                         let row_lse = lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)];
                         let row_delta = delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)];
                         let whole = Vector::<f32, N>::new(row_lse);
+                        let large = is_large(row_lse);
                         #[unroll]
                         for w in 0..vectors {
                             let mut outside = ranks[w].less_than(&least).or(ranks[w].greater_equal(&limit));
@@ -114,15 +135,7 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                             }
                             let mut less = s - whole;
                             if comptime!(config.exact && !config.softcap) {
-                                let size = row_lse.abs();
-                                if size > f32::new(LARGE) && size < f32::new(1e29) {
-                                    let mut some_high = Vector::<f32, N>::new(0.0);
-                                    let mut some_low = Vector::<f32, N>::new(0.0);
-                                    tile::exactly::<E, N>(
-                                        &keys, w, q, q_at[c], scale, scale_rest, zero, &mut some_high, &mut some_low, config,
-                                    );
-                                    less = (some_high - whole) + some_low;
-                                }
+                                less = select(large, exact[c * vectors + w], less);
                             }
                             // No probability is beyond 1 but by rounding: what overflows is hidden.
                             let p = select_many(outside, Vector::new(0.0f32), min(less, Vector::new(1.0f32)).exp());
@@ -140,6 +153,8 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
             }
         }
     }
-    tile::write::<O, N>(&dk_sums, &factor, dk, b * dk.stride(0) + g * dk.stride(1), first, k_len, onto, config);
-    tile::write::<O, N>(&dv_sums, &one, dv, b * dv.stride(0) + g * dv.stride(1), first, k_len, onto, config);
+    let dk_base = b * dk.stride(0) + g * dk.stride(1);
+    let dv_base = b * dv.stride(0) + g * dv.stride(1);
+    tile::write::<O, N>(&dk_sums, &factor, dk, dk_base, first, k_len, onto, config);
+    tile::write::<O, N>(&dv_sums, &one, dv, dv_base, first, k_len, onto, config);
 }

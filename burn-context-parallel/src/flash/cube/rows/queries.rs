@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::score::{LARGE, bend, slope};
+use super::super::score::{bend, slope};
 use super::super::sight;
 use super::config::RowsConfig;
 use super::tile;
@@ -28,7 +28,7 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
     let vectors = comptime!(config.vectors);
     let step = comptime!(config.step);
     let labels = comptime!(config.labels);
-    let own = comptime!(config.vectors * N::value());
+    let own = comptime!(config.own());
     let heads = q.shape(1);
     let q_len = q.shape(2);
     let k_len = k.shape(2);
@@ -57,6 +57,8 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
     let mut document = Array::<Vector<i32, N>>::new(vectors);
     let mut whole = Array::<Vector<f32, N>>::new(vectors);
     let mut deltas = Array::<Vector<f32, N>>::new(vectors);
+    let mut large = Array::<Vector<bool, N>>::new(vectors);
+    let mut some_large = Array::<bool>::new(vectors);
     #[unroll]
     for w in 0..vectors {
         let mut some_low = Vector::<i32, N>::new(0);
@@ -78,6 +80,8 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
         document[w] = some_document;
         whole[w] = some_lse;
         deltas[w] = some_delta;
+        large[w] = tile::large::<N>(some_lse);
+        some_large[w] = tile::some_large::<N>(some_lse);
     }
 
     let begin = sight::first_key(table, first, k_len, labels);
@@ -93,6 +97,23 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
                 let v_at = tile::starts::<E>(v, v_base, j0, k_len, config);
                 let mut scores = tile::multiply::<E, N>(&queries, k, &k_at, config);
                 let products = tile::multiply::<E, N>(&given, v, &v_at, config);
+                let mut exact = Array::<Vector<f32, N>>::new(comptime!(step * vectors));
+                if comptime!(config.exact && !config.softcap) {
+                    #[unroll]
+                    for w in 0..vectors {
+                        if some_large[w] {
+                            for c in 0..step {
+                                let mut high = Vector::<f32, N>::new(0.0);
+                                let mut low = Vector::<f32, N>::new(0.0);
+                                let k_row = k_base + min(j0 + c, k_len - 1) * k.stride(2);
+                                tile::exactly::<E, N>(
+                                    &queries, w, k, k_row, scale, scale_rest, zero, &mut high, &mut low, config,
+                                );
+                                exact[c * vectors + w] = (high - whole[w]) + low;
+                            }
+                        }
+                    }
+                }
                 #[unroll]
                 for c in 0..step {
                     let r = Vector::<i32, N>::new(sight::rank(table, b, j0 + c, k_len, labels));
@@ -109,22 +130,7 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
                         }
                         let mut less = s - whole[w];
                         if comptime!(config.exact && !config.softcap) {
-                            let size = whole[w].abs();
-                            let mut farthest = f32::new(0.0);
-                            #[unroll]
-                            for lane in 0..N::value() {
-                                let x = size.extract(lane);
-                                farthest = max(farthest, select(x < f32::new(1e29), x, f32::new(0.0)));
-                            }
-                            if farthest > f32::new(LARGE) {
-                                let large = size.greater_than(&Vector::new(LARGE));
-                                let mut some_high = Vector::<f32, N>::new(0.0);
-                                let mut some_low = Vector::<f32, N>::new(0.0);
-                                tile::exactly::<E, N>(
-                                    &queries, w, k, k_at[c], scale, scale_rest, zero, &mut some_high, &mut some_low, config,
-                                );
-                                less = select_many(large, (some_high - whole[w]) + some_low, less);
-                            }
+                            less = select_many(large[w], exact[c * vectors + w], less);
                         }
                         // No probability is beyond 1 but by rounding: what overflows is hidden.
                         let p = select_many(outside, Vector::new(0.0f32), min(less, Vector::new(1.0f32)).exp());

@@ -5,8 +5,14 @@
 
 use cubecl::prelude::*;
 
-use super::super::score::{add_product, scaled};
+use super::super::score::{LARGE, add_product, scaled};
 use super::config::RowsConfig;
+
+/// From dimension to dimension: 1 is known when a kernel is built, so that nothing is multiplied.
+#[cube]
+fn tile_column(stride: usize, #[comptime] config: RowsConfig) -> usize {
+    if comptime!(config.dense) { 1usize.runtime() } else { stride }
+}
 
 /// Fills `to [D, vectors]` with rows from `first` on; rows beyond the last are the last.
 #[cube]
@@ -20,17 +26,17 @@ pub(super) fn transpose<E: Float, N: Size>(
 ) {
     let vectors = comptime!(config.vectors);
     let row = from.stride(2);
-    let column = from.stride(3);
-    #[unroll]
-    for w in 0..vectors {
+    let column = tile_column(from.stride(3), config);
+    for e in 0..config.dim {
         #[unroll]
-        for lane in 0..N::value() {
-            let at = base + min(first + w * N::value() + lane, rows - 1) * row;
-            for e in 0..config.dim {
-                let mut x = to[e * vectors + w];
+        for w in 0..vectors {
+            let mut x = Vector::<f32, N>::new(0.0);
+            #[unroll]
+            for lane in 0..N::value() {
+                let at = base + min(first + w * N::value() + lane, rows - 1) * row;
                 x.insert(lane, f32::cast_from(from[at + e * column]));
-                to[e * vectors + w] = x;
             }
+            to[e * vectors + w] = x;
         }
     }
 }
@@ -69,7 +75,7 @@ pub(super) fn multiply<E: Float, N: Size>(
     #[comptime] config: RowsConfig,
 ) -> Array<Vector<f32, N>> {
     let vectors = comptime!(config.vectors);
-    let column = tensor.stride(3);
+    let column = tile_column(tensor.stride(3), config);
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(config.step * config.vectors));
     #[unroll]
     for i in 0..comptime!(config.step * config.vectors) {
@@ -100,7 +106,7 @@ pub(super) fn accumulate<E: Float, N: Size>(
     #[comptime] config: RowsConfig,
 ) {
     let vectors = comptime!(config.vectors);
-    let column = tensor.stride(3);
+    let column = tile_column(tensor.stride(3), config);
     for e in 0..config.dim {
         let mut x = Array::<Vector<f32, N>>::new(config.step);
         #[unroll]
@@ -122,6 +128,26 @@ pub(super) fn accumulate<E: Float, N: Size>(
     }
 }
 
+/// Whether some number of `x` is large, and which; one that stands for infinity is not.
+#[cube]
+pub(super) fn some_large<N: Size>(x: Vector<f32, N>) -> bool {
+    let size = x.abs();
+    let mut farthest = f32::new(0.0);
+    #[unroll]
+    for lane in 0..N::value() {
+        let one = size.extract(lane);
+        farthest = max(farthest, select(one < f32::new(1e29), one, f32::new(0.0)));
+    }
+    farthest > f32::new(LARGE)
+}
+
+/// Which numbers of `x` are large.
+#[cube]
+pub(super) fn large<N: Size>(x: Vector<f32, N>) -> Vector<bool, N> {
+    let size = x.abs();
+    size.greater_than(&Vector::new(LARGE)).vec_and(size.less_than(&Vector::new(1e29f32)))
+}
+
 /// `scale own . row` of the rows that lie at `own` and `row`, as a number and what it lacks: not from registers, since it is rare.
 #[cube]
 pub(super) fn exactly<E: Float, N: Size>(
@@ -136,7 +162,7 @@ pub(super) fn exactly<E: Float, N: Size>(
     low: &mut Vector<f32, N>,
     #[comptime] config: RowsConfig,
 ) {
-    let column = tensor.stride(3);
+    let column = tile_column(tensor.stride(3), config);
     *high = Vector::new(0.0);
     *low = Vector::new(0.0);
     for e in 0..config.dim {
@@ -161,19 +187,20 @@ pub(super) fn write<O: Float, N: Size>(
     let vectors = comptime!(config.vectors);
     let row = to.stride(2);
     let column = to.stride(3);
-    #[unroll]
-    for w in 0..vectors {
+    for e in 0..config.dim {
         #[unroll]
-        for lane in 0..N::value() {
-            let i = first + w * N::value() + lane;
-            if i < rows {
-                for e in 0..config.dim {
+        for w in 0..vectors {
+            let x = sums[e * vectors + w] * factor[w];
+            #[unroll]
+            for lane in 0..N::value() {
+                let i = first + w * N::value() + lane;
+                if i < rows {
                     let at = base + i * row + e * column;
-                    let mut x = (sums[e * vectors + w] * factor[w]).extract(lane);
+                    let mut value = x.extract(lane);
                     if comptime!(onto) {
-                        x += f32::cast_from(to[at]);
+                        value += f32::cast_from(to[at]);
                     }
-                    to[at] = O::cast_from(x);
+                    to[at] = O::cast_from(value);
                 }
             }
         }
