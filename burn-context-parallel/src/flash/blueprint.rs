@@ -120,7 +120,10 @@ impl Blueprint {
         for (name, tiles) in [("forward", &self.forward), ("queries", &self.queries), ("keys", &self.keys)] {
             let Tiles { vector, own, step, units } = *tiles;
             if [vector, own, step, units].contains(&0) || !vector.is_power_of_two() || vector > 16 {
-                return refuse(format!("{name}: {tiles}"), "use a vector of 1, 2, 4, 8 or 16 numbers, and at least one row and unit");
+                return refuse(
+                    format!("{name}: {tiles}"),
+                    "use a vector of 1, 2, 4, 8 or 16 numbers, and at least one row and unit",
+                );
             }
             match self.family {
                 Family::Rows => {
@@ -132,7 +135,8 @@ impl Blueprint {
                     let side = block_side(units);
                     let whole = side * side == units && own.is_multiple_of(side) && step.is_multiple_of(side);
                     if !whole || !SLAB.is_multiple_of(vector) {
-                        let remedy = "use a square number of units, rows that its root divides, and a vector that divides 16";
+                        let remedy =
+                            "use a square number of units, rows that its root divides, and a vector that divides 16";
                         return refuse(format!("{name}: {tiles}"), remedy);
                     }
                     if units > limits.units {
@@ -141,7 +145,8 @@ impl Blueprint {
                     }
                     let bytes = shared_bytes(tiles);
                     if bytes > limits.shared_bytes {
-                        let problem = format!("{name}: {bytes} bytes of shared memory, the device has {}", limits.shared_bytes);
+                        let problem =
+                            format!("{name}: {bytes} bytes of shared memory, the device has {}", limits.shared_bytes);
                         return refuse(problem, "own fewer rows, or step over fewer");
                     }
                 }

@@ -166,8 +166,19 @@ impl FlashOptions {
     /// result and no error.
     pub fn digest(&self) -> u64 {
         // Named one by one, so that a new option is not forgotten; ranks may have different kernels.
-        let Self { causal, scale, q_offset, k_offset, window, lookahead, softcap, documents, positions, f32_results, .. } =
-            self;
+        let Self {
+            causal,
+            scale,
+            q_offset,
+            k_offset,
+            window,
+            lookahead,
+            softcap,
+            documents,
+            positions,
+            f32_results,
+            ..
+        } = self;
         let documents = documents.as_ref().map(|(q, k)| (q.ids().digest(), k.ids().digest()));
         let positions = positions.as_ref().map(|(q, k)| (q.digest(), k.digest()));
         let mut hasher = DefaultHasher::new();

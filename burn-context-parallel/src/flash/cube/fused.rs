@@ -2,11 +2,11 @@
 
 use std::fmt;
 
+use burn::backend::ExecutionError;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{DType, Shape};
 use burn_fusion::custom::{CustomOpIr, HandleContainer, Operation, OperationIr, StreamId, TensorIr};
 use burn_fusion::{Fusion, FusionBackend, FusionTensor};
-use burn::backend::tensor::FloatTensor;
-use burn::backend::ExecutionError;
-use burn::tensor::{DType, Shape};
 
 use super::super::{FlashOps, FlashOptions};
 
@@ -126,7 +126,11 @@ impl<B: FusionBackend + FlashOps> FlashOps for Fusion<B> {
         delta
     }
 
-    fn flash_delta_less(d_out: FloatTensor<Self>, out: FloatTensor<Self>, d_lse: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn flash_delta_less(
+        d_out: FloatTensor<Self>,
+        out: FloatTensor<Self>,
+        d_lse: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
         let outputs = [(rows(&out.shape), DType::F32)];
         let [delta] = defer::<B, 1>("flash_delta_less", vec![d_out, out, d_lse], outputs, |inputs| {
             let [d_out, out, d_lse] = list(inputs);

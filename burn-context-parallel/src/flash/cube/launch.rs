@@ -1,8 +1,8 @@
 //! Starts kernels: sizes, buffers, and how many of what.
 
 use burn::backend::TensorMetadata;
-use burn::tensor::{DType, Shape};
 use burn::backend::cubecl::dtype_to_elem_type;
+use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
 use burn_cubecl::tensor::CubeTensor;
@@ -43,7 +43,12 @@ struct Scalars {
 const TILE: usize = 64;
 
 impl<'a> Launch<'a> {
-    pub fn new(operation: &'static str, shape: &'a FlashShape, q: &CubeTensor, options: &'a FlashOptions) -> Result<Self> {
+    pub fn new(
+        operation: &'static str,
+        shape: &'a FlashShape,
+        q: &CubeTensor,
+        options: &'a FlashOptions,
+    ) -> Result<Self> {
         let scale = options.resolved_scale(shape.head_dim);
         let scalars = Scalars {
             scale: scale as f32,
@@ -147,7 +152,13 @@ impl<'a> Launch<'a> {
     }
 
     /// Units or cubes for `rows` rows of each of `heads` heads, and what address they need.
-    fn grid<const N: usize>(&self, tiles: &Tiles, heads: usize, rows: usize, tensors: [&CubeTensor; N]) -> (CubeCount, CubeDim, AddressType) {
+    fn grid<const N: usize>(
+        &self,
+        tiles: &Tiles,
+        heads: usize,
+        rows: usize,
+        tensors: [&CubeTensor; N],
+    ) -> (CubeCount, CubeDim, AddressType) {
         let blocks = self.shape.batch * heads * rows.div_ceil(tiles.own);
         let each = match self.blueprint.family {
             Family::Rows => tiles.units,
@@ -249,9 +260,16 @@ impl<'a> Launch<'a> {
         }
     }
 
-    fn start_keys(&self, [q, k, v, d_out]: [CubeTensor; 4], [lse, delta]: [CubeTensor; 2], [dk, dv]: [CubeTensor; 2], onto: bool) {
+    fn start_keys(
+        &self,
+        [q, k, v, d_out]: [CubeTensor; 4],
+        [lse, delta]: [CubeTensor; 2],
+        [dk, dv]: [CubeTensor; 2],
+        onto: bool,
+    ) {
         let tiles = self.readable(&self.blueprint.keys, [&q, &k, &v, &d_out, &dk, &dv]);
-        let (count, dim, address) = self.grid(&tiles, self.shape.kv_heads, self.shape.k_len, [&q, &k, &v, &d_out, &dk, &dv]);
+        let (count, dim, address) =
+            self.grid(&tiles, self.shape.kv_heads, self.shape.k_len, [&q, &k, &v, &d_out, &dk, &dv]);
         let Scalars { scale, scale_rest, cap } = self.scalars;
         let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
         let table = self.table([self.tile(&tiles), tiles.own]);

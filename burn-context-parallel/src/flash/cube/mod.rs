@@ -72,7 +72,11 @@ impl FlashOps for CubeBackend {
         launch::delta(rows_of(d_out), rows_of(out), None)
     }
 
-    fn flash_delta_less(d_out: FloatTensor<Self>, out: FloatTensor<Self>, d_lse: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn flash_delta_less(
+        d_out: FloatTensor<Self>,
+        out: FloatTensor<Self>,
+        d_lse: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
         launch::delta(rows_of(d_out), rows_of(out), Some(rows_of(d_lse)))
     }
 }

@@ -59,7 +59,13 @@ pub(super) fn add_product<N: Size>(
 
 /// `(high, low)` times `scale + scale_rest`, as a number and what it lacks.
 #[cube]
-pub(super) fn scaled<N: Size>(high: &mut Vector<f32, N>, low: &mut Vector<f32, N>, scale: f32, scale_rest: f32, zero: u32) {
+pub(super) fn scaled<N: Size>(
+    high: &mut Vector<f32, N>,
+    low: &mut Vector<f32, N>,
+    scale: f32,
+    scale_rest: f32,
+    zero: u32,
+) {
     let mut sum = Vector::<f32, N>::new(0.0);
     let mut rest = Vector::<f32, N>::new(0.0);
     add_product(*high, Vector::new(scale), &mut sum, &mut rest, zero);

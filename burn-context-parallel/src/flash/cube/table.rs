@@ -74,7 +74,12 @@ impl Labels {
 /// # Errors
 ///
 /// A sequence of 2^30 tokens or more.
-pub(super) fn table(operation: &'static str, options: &FlashOptions, shape: &FlashShape, tiles: [usize; 2]) -> Result<Vec<i32>> {
+pub(super) fn table(
+    operation: &'static str,
+    options: &FlashOptions,
+    shape: &FlashShape,
+    tiles: [usize; 2],
+) -> Result<Vec<i32>> {
     let lens = [shape.q_len, shape.k_len];
     if lens.iter().any(|len| *len > LONGEST) {
         return Err(Error::unsupported(
@@ -109,7 +114,9 @@ pub(super) fn table(operation: &'static str, options: &FlashOptions, shape: &Fla
         sides.iter_mut().for_each(|side| side.extend([vec![0], vec![0]]));
     }
     if Labels::of(options).any() {
-        for (side, (start, step)) in [(head::Q_TILES, head::Q_TILES_STEP), (head::K_TILES, head::K_TILES_STEP)].into_iter().enumerate() {
+        for (side, (start, step)) in
+            [(head::Q_TILES, head::Q_TILES_STEP), (head::K_TILES, head::K_TILES_STEP)].into_iter().enumerate()
+        {
             let extremes = extremes(&sides[side], lens[side], tiles[side]);
             append(&mut table, (start, Some(step)), &extremes, lens[side].div_ceil(tiles[side]) * EXTREMES);
         }
@@ -139,7 +146,8 @@ fn documents(sides: [&PerToken; 2]) -> [Vec<i32>; 2] {
     }
     let number = |id: i64| if small { id as i32 } else { known.partition_point(|other| *other < id) as i32 };
     let [q, k] = sides;
-    let numbers = |side: Vec<i64>, none: i32| side.into_iter().map(|id| if id < 0 { none } else { number(id) }).collect();
+    let numbers =
+        |side: Vec<i64>, none: i32| side.into_iter().map(|id| if id < 0 { none } else { number(id) }).collect();
     [numbers(q, NO_QUERY), numbers(k, NO_KEY)]
 }
 
@@ -154,8 +162,12 @@ fn ranks(options: &FlashOptions, q: &PerToken, k: &PerToken) -> (Vec<i32>, Vec<i
         known.sort_unstable();
         known.dedup();
         let count = |test: &dyn Fn(i128) -> bool| known.partition_point(|position| test(i128::from(*position))) as i32;
-        low.extend(q.iter().map(|at| options.behind().map_or(0, |behind| count(&|key| key < i128::from(*at) - behind))));
-        high.extend(q.iter().map(|at| options.ahead().map_or(known.len() as i32, |ahead| count(&|key| key <= i128::from(*at) + ahead))));
+        low.extend(
+            q.iter().map(|at| options.behind().map_or(0, |behind| count(&|key| key < i128::from(*at) - behind))),
+        );
+        high.extend(q.iter().map(|at| {
+            options.ahead().map_or(known.len() as i32, |ahead| count(&|key| key <= i128::from(*at) + ahead))
+        }));
         rank.extend(k.iter().map(|at| known.partition_point(|position| position < at) as i32));
     }
     (low, high, rank)
@@ -169,7 +181,11 @@ fn extremes(kinds: &[Vec<i32>], len: usize, tile: usize) -> Vec<i32> {
         for start in (0..len).step_by(tile) {
             found.extend(kinds.iter().enumerate().map(|(kind, values)| {
                 let row = if values.len() > len { row } else { 0 };
-                let values = if values.len() < len { &values[..] } else { &values[row * len + start..row * len + (start + tile).min(len)] };
+                let values = if values.len() < len {
+                    &values[..]
+                } else {
+                    &values[row * len + start..row * len + (start + tile).min(len)]
+                };
                 let extreme = if kind % 2 == 0 { values.iter().min() } else { values.iter().max() };
                 extreme.copied().unwrap_or(0)
             }));

@@ -71,8 +71,7 @@ pub enum Standing {
 
 impl Runtime {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Flex, Self::Cpu, Self::Wgpu, Self::Vulkan, Self::Cuda, Self::Rocm, Self::Metal];
+    pub const ALL: [Self; 7] = [Self::Flex, Self::Cpu, Self::Wgpu, Self::Vulkan, Self::Cuda, Self::Rocm, Self::Metal];
 
     /// Its word, which is its feature's, too.
     pub const fn name(self) -> &'static str {
@@ -288,7 +287,10 @@ pub enum DeviceError {
         remedy: &'static str,
     },
     /// The program was built without it.
-    #[error("{runtime} is not compiled in: build with --features {runtime}; this program has {}", names(Runtime::compiled_in()))]
+    #[error(
+        "{runtime} is not compiled in: build with --features {runtime}; this program has {}",
+        names(Runtime::compiled_in())
+    )]
     NotCompiled {
         /// Its runtime.
         runtime: Runtime,

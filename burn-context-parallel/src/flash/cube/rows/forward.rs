@@ -132,13 +132,23 @@ pub(in super::super) fn rows_forward<E: Float, O: Float, N: Size>(
                         }
                         if farthest > f32::new(LARGE) {
                             // Row by row: another row's scores must not change a bit of this one's.
-                            let large = size.greater_than(&Vector::new(LARGE)).vec_and(size.less_than(&Vector::new(1e29f32)));
+                            let large =
+                                size.greater_than(&Vector::new(LARGE)).vec_and(size.less_than(&Vector::new(1e29f32)));
                             #[unroll]
                             for c in 0..step {
                                 let mut some_high = Vector::<f32, N>::new(0.0);
                                 let mut some_low = Vector::<f32, N>::new(0.0);
                                 tile::exactly::<E, N>(
-                                    &queries, w, k, k_at[c], scale, scale_rest, zero, &mut some_high, &mut some_low, config,
+                                    &queries,
+                                    w,
+                                    k,
+                                    k_at[c],
+                                    scale,
+                                    scale_rest,
+                                    zero,
+                                    &mut some_high,
+                                    &mut some_low,
+                                    config,
                                 );
                                 if comptime!(config.softcap) {
                                     some_high = bend::<N>(some_high, cap);

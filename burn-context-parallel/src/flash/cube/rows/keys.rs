@@ -97,7 +97,8 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                         let i = min(i0 + c, q_len - 1);
                         let there = i0 + c < q_len;
                         let least = Vector::<i32, N>::new(sight::low(table, b, i, labels));
-                        let limit = Vector::<i32, N>::new(select(there, sight::high(table, b, i, k_len, labels), i32::new(-1)));
+                        let limit =
+                            Vector::<i32, N>::new(select(there, sight::high(table, b, i, k_len, labels), i32::new(-1)));
                         let d = Vector::<i32, N>::new(sight::q_document(table, b, i, labels));
                         let row_lse = lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)];
                         let row_delta = delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)];
@@ -119,7 +120,16 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                                     let mut some_high = Vector::<f32, N>::new(0.0);
                                     let mut some_low = Vector::<f32, N>::new(0.0);
                                     tile::exactly::<E, N>(
-                                        &keys, w, q, q_at[c], scale, scale_rest, zero, &mut some_high, &mut some_low, config,
+                                        &keys,
+                                        w,
+                                        q,
+                                        q_at[c],
+                                        scale,
+                                        scale_rest,
+                                        zero,
+                                        &mut some_high,
+                                        &mut some_low,
+                                        config,
                                     );
                                     less = (some_high - whole) + some_low;
                                 }

@@ -121,7 +121,16 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
                                 let mut some_high = Vector::<f32, N>::new(0.0);
                                 let mut some_low = Vector::<f32, N>::new(0.0);
                                 tile::exactly::<E, N>(
-                                    &queries, w, k, k_at[c], scale, scale_rest, zero, &mut some_high, &mut some_low, config,
+                                    &queries,
+                                    w,
+                                    k,
+                                    k_at[c],
+                                    scale,
+                                    scale_rest,
+                                    zero,
+                                    &mut some_high,
+                                    &mut some_low,
+                                    config,
                                 );
                                 less = select_many(large, (some_high - whole[w]) + some_low, less);
                             }
