@@ -247,6 +247,10 @@ mod tests {
         "invalid value 'qq' for '--attention <ATTENTION>': [possible values: single, ulysses, upipe]"
     )]
     #[case("--seed -1", "invalid value '-1' for '--seed <N>': give a whole number from 0 to 18446744073709551615")]
+    #[case(
+        "--device vulcan",
+        "invalid value 'vulcan' for '--device <DEVICE>': no device is called \"vulcan\": did you mean vulkan?"
+    )]
     #[case("once", "unexpected argument 'once' found: see --help")]
     fn a_message_is_one_line_with_a_remedy(#[case] args: &str, #[case] expected: &str) {
         let error = Args::read(["finetune"].into_iter().chain(args.split_whitespace())).unwrap_err();
