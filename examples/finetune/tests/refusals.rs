@@ -250,7 +250,7 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--device cuda:x", "no device is called \"cuda:x\"", "use cuda:0 for the first one")]
 #[case("--device cuda:0,rocm:0", "cuda:0 and rocm:0 in one list", "use devices of one kind")]
 #[case("--device cuda:1,cuda:1", "cuda:1 is listed twice", "list it once")]
-#[case("--config device.toml", "--config device.toml: invalid value 'npu' for '--device", "use one of flex, cpu")]
+#[case("--config device.toml", "--config device.toml: invalid value 'npu' for '--device", "did you mean cpu?")]
 #[case("--blocks-per-checkpoint 0", "invalid value '0' for '--blocks-per-checkpoint", "give a whole number from 1")]
 #[case("--blocks-per-checkpoint 5", "--blocks-per-checkpoint 5 of 4 blocks", "use 1 to 4")]
 #[case(
