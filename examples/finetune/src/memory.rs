@@ -199,7 +199,10 @@ pub(crate) fn peak(devices: &Devices) -> usize {
 
 /// What the pools of all devices hold: no peak is counted there, but pools keep what was needed once.
 fn pools(devices: &Devices) -> Option<usize> {
-    let held = |device: &Device| device.memory_pool_usage().map(|usage| usage.bytes_reserved as usize);
+    let held = |device: &Device| {
+        let usage = device.clone().inner().memory_pool_usage();
+        usage.map(|usage| usage.bytes_reserved as usize)
+    };
     devices.all().iter().map(held).sum()
 }
 
