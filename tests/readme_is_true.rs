@@ -14,6 +14,7 @@ use burn_context_parallel::{Error, Result};
 use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, TiledNorm};
 use burn_upipe::upipe::{AttentionScheme, UPipeAttentionConfig};
+use llama::device::{DeviceChoice, DeviceError, Runtime, Standing};
 use tests::{tensor, values};
 
 /// One thing to ask for: refused as an error, or computed with finite gradients.
@@ -88,6 +89,7 @@ struct Ask {
     mask: bool,
     bias: bool,
     dtype: DType,
+    device: Option<Device>,
 }
 
 impl Default for Ask {
@@ -106,6 +108,7 @@ impl Default for Ask {
             mask: false,
             bias: false,
             dtype: DType::F32,
+            device: None,
         }
     }
 }
@@ -115,7 +118,11 @@ fn device() -> Device {
 }
 
 fn leaf<const D: usize>(shape: [usize; D], dtype: DType) -> Tensor<D> {
-    tensor::<D>(&values(7, &shape), dtype, &device()).require_grad()
+    leaf_on(shape, dtype, &device())
+}
+
+fn leaf_on<const D: usize>(shape: [usize; D], dtype: DType, device: &Device) -> Tensor<D> {
+    tensor::<D>(&values(7, &shape), dtype, device).require_grad()
 }
 
 fn finite<const D: usize>(x: &Tensor<D>, grads: &Gradients) {
@@ -133,9 +140,10 @@ fn inside<T>(world: &ProcessGroup, seq: usize, f: impl FnOnce(usize) -> Result<T
 fn attend(world: ProcessGroup, ask: Ask) -> Result<()> {
     inside(&world, ask.seq, |local| {
         let (heads, kv_heads) = ask.heads;
-        let q = leaf([1, heads, local, 4], ask.dtype);
-        let k = leaf([1, kv_heads, local, 4], ask.dtype);
-        let v = leaf([1, kv_heads, local, ask.value_dim], ask.dtype);
+        let place = ask.device.clone().unwrap_or_else(device);
+        let q = leaf_on([1, heads, local, 4], ask.dtype, &place);
+        let k = leaf_on([1, kv_heads, local, 4], ask.dtype, &place);
+        let v = leaf_on([1, kv_heads, local, ask.value_dim], ask.dtype, &place);
         let mask = ask.mask.then(|| Tensor::<4, Bool>::full([1, heads, local, local], false, &device()));
         let bias = ask.bias.then(|| leaf([1, heads, local, local], ask.dtype));
         let mut options = if ask.causal { FlashOptions::causal() } else { FlashOptions::full() };
@@ -216,6 +224,25 @@ fn tiled_loss(world: ProcessGroup) -> Result<()> {
     })
 }
 
+/// How well a runtime is known; where this build has it and the machine lets it start, it computes here.
+fn standing(runtime: Runtime) -> &'static str {
+    match DeviceChoice::first(runtime).open() {
+        Ok(device) => {
+            for ranks in [1, 2] {
+                let device = Some(device.clone().autodiff());
+                let probe = move |world| attend(world, Ask { heads: (4, 2), device: device.clone(), ..Ask::default() });
+                launch(ranks, probe).unwrap_or_else(|error| panic!("{runtime} on {ranks} ranks: {error}"));
+            }
+        }
+        Err(DeviceError::NotCompiled { .. }) => assert!(!runtime.is_compiled_in()),
+        Err(error) => assert!(matches!(error, DeviceError::NotStarted { .. }) && runtime != Runtime::Flex, "{error}"),
+    }
+    match runtime.standing() {
+        Standing::Run => "run",
+        Standing::Compiled => "compiled",
+    }
+}
+
 /// What is to be done instead; empty if it works.
 fn answer(ranks: usize, probe: Probe) -> String {
     match launch(ranks, probe) {
@@ -241,6 +268,11 @@ fn table() -> String {
             let instead = answers.iter().find(|answer| !answer.is_empty()).map_or("", String::as_str);
             writeln!(table, "| {what} | {one} | {more} | {instead} |").unwrap();
         }
+    }
+    writeln!(table, "| **devices** | | | needs |").unwrap();
+    for runtime in Runtime::ALL {
+        let standing = standing(runtime);
+        writeln!(table, "| `--device {runtime}` | {standing} | {standing} | {} |", runtime.needs()).unwrap();
     }
     table
 }

@@ -10,6 +10,7 @@ use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Distribution, Tensor};
 use burn_context_parallel::flash::{FlashOptions, flash_attention, reference};
 use burn_context_parallel::vjp::pullback;
+use llama::DeviceChoice;
 
 use crate::measure::{Samples, agree, order, table};
 use crate::refuse;
@@ -28,6 +29,9 @@ pub struct Args {
     /// Measured turns, after one that is not.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
+    /// Where it runs, as this program was built: flex, cpu, wgpu, vulkan, cuda:N, rocm:N, metal.
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::FLEX)]
+    device: DeviceChoice,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -75,16 +79,21 @@ pub fn run(args: &Args) -> Result<String> {
     if args.seq_len.contains(&0) || args.heads * args.head_dim == 0 {
         refuse("--seq-len, --heads, --head-dim: use positive numbers".to_owned());
     }
+    let device = args.device.open().unwrap_or_else(|error| refuse(format!("--device: {error}")));
+    let peak = match args.device.runtime().is_heap() {
+        true => "bytes above the inputs",
+        false => "bytes by which the device's pools grow",
+    };
     let mut out = format!(
-        "causal attention, f32, one sequence, {} heads of {}: forward off the tape, and forward + backward under autodiff\n\
+        "causal attention, f32, on {}, one sequence, {} heads of {}: forward off the tape, and forward + backward under autodiff\n\
          medians of {} turns; GFLOP/s at 4 D a visible pair of tokens forward, 14 D forward + backward (what else a side computes does\n\
-         not count); peak: bytes above the inputs, forward + backward\n\n",
-        args.heads, args.head_dim, args.repeats
+         not count); peak: {peak}, forward + backward\n\n",
+        args.device, args.heads, args.head_dim, args.repeats
     );
     let mut rows =
         table(&["S", "side", "forward s", "GFLOP/s", "ratio", "fwd + bwd s", "GFLOP/s", "ratio", "peak MiB", "ratio"]);
     for &len in &args.seq_len {
-        let sides = measure(args, len)?;
+        let sides = measure(args, len, &device)?;
         let pairs = args.heads as f64 * len as f64 * (len as f64 + 1.0) / 2.0;
         let gflops = |per_pair: f64, seconds: f64| per_pair * args.head_dim as f64 * pairs / seconds / 1e9;
         let [(forward0, both0), ..] = &sides;
@@ -108,10 +117,9 @@ pub fn run(args: &Args) -> Result<String> {
 }
 
 /// Forward, and forward + backward, of each side.
-fn measure(args: &Args, len: usize) -> Result<[(Samples, Samples); 3]> {
+fn measure(args: &Args, len: usize, device: &Device) -> Result<[(Samples, Samples); 3]> {
     let shape = [1, args.heads, len, args.head_dim];
-    let inputs: [Tensor<4>; 4] =
-        std::array::from_fn(|_| Tensor::random(shape, Distribution::Normal(0.0, 1.0), &Device::flex()));
+    let inputs: [Tensor<4>; 4] = std::array::from_fn(|_| Tensor::random(shape, Distribution::Normal(0.0, 1.0), device));
 
     let expected = Side::Reference.step(&inputs)?.map(Tensor::into_data);
     for side in SIDES {
@@ -123,12 +131,15 @@ fn measure(args: &Args, len: usize) -> Result<[(Samples, Samples); 3]> {
     drop(expected);
 
     let mut samples: [(Samples, Samples); 3] = Default::default();
+    for (side, (_, both)) in SIDES.iter().zip(&mut samples) {
+        both.take_pools(device, || side.step(&inputs))?;
+    }
     for turn in 0..args.repeats as usize {
         for index in order(SIDES.len(), turn) {
             let (forward, both) = &mut samples[index];
             let [q, k, v] = [0, 1, 2].map(|i| inputs[i].clone());
-            forward.take(|| SIDES[index].attend(q, k, v))?;
-            both.take(|| SIDES[index].step(&inputs))?;
+            forward.take(device, || SIDES[index].attend(q, k, v))?;
+            both.take(device, || SIDES[index].step(&inputs))?;
         }
     }
     Ok(samples)

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! cargo run --release -p bench -- upipe [--seq-len N] [--ranks N] [--heads-per-stage U ..] [--svg FILE]
-//! cargo run --release -p bench -- flash [--seq-len N ..]
-//! cargo run --release -p bench -- masks [--seq-len N ..] [--window N]
+//! cargo run --release -p bench -- flash [--seq-len N ..] [--device DEVICE]
+//! cargo run --release -p bench -- masks [--seq-len N ..] [--window N] [--device DEVICE]
 //! cargo run --release -p bench -- memory [--seq-len N ..] [--svg FILE]
 //! cargo run --release -p bench -- longest [--gib N] [--svg FILE]
 //! ```

@@ -7,6 +7,7 @@ use burn::tensor::{Device, Distribution, Tensor};
 use burn_context_parallel::flash::{FlashOptions, flash_attention, reference};
 use burn_context_parallel::sequence::Documents;
 use burn_context_parallel::vjp::pullback;
+use llama::DeviceChoice;
 
 use crate::measure::{Samples, agree, order, table};
 use crate::refuse;
@@ -28,29 +29,33 @@ pub struct Args {
     /// Measured turns, after one that is not.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
+    /// Where it runs, as this program was built: flex, cpu, wgpu, vulkan, cuda:N, rocm:N, metal.
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::FLEX)]
+    device: DeviceChoice,
 }
 
 pub fn run(args: &Args) -> Result<String> {
     if args.seq_len.contains(&0) || args.window * args.heads * args.head_dim == 0 {
         refuse("--seq-len, --window, --heads, --head-dim: use positive numbers".to_owned());
     }
+    let device = args.device.open().unwrap_or_else(|error| refuse(format!("--device: {error}")));
     let mut out = format!(
-        "flash attention, f32, {} heads of {}, forward + backward under autodiff; medians of {} turns\n\
+        "flash attention, f32, on {}, {} heads of {}, forward + backward under autodiff; medians of {} turns\n\
          pairs: of tokens that see each other; ratios are to causal at the same length\n\n",
-        args.heads, args.head_dim, args.repeats
+        args.device, args.heads, args.head_dim, args.repeats
     );
     let mut rows = table(&["S", "mask", "pairs", "ratio", "s", "ratio"]);
-    check(args)?;
+    check(args, &device)?;
     for &len in &args.seq_len {
         let masks = masks(args.window, len)?;
-        let inputs = inputs(args, len);
+        let inputs = inputs(args, len, &device);
         let mut samples = vec![Samples::default(); masks.len()];
         for (_, options) in &masks {
             step(&inputs, options)?;
         }
         for turn in 0..args.repeats as usize {
             for index in order(masks.len(), turn) {
-                samples[index].take(|| step(&inputs, &masks[index].1))?;
+                samples[index].take(&device, || step(&inputs, &masks[index].1))?;
             }
         }
         let base = pairs(&masks[0].1, len);
@@ -102,15 +107,15 @@ fn pairs(options: &FlashOptions, len: usize) -> u64 {
         .sum()
 }
 
-fn inputs(args: &Args, len: usize) -> [Tensor<4>; 4] {
+fn inputs(args: &Args, len: usize, device: &Device) -> [Tensor<4>; 4] {
     let shape = [1, args.heads, len, args.head_dim];
-    std::array::from_fn(|_| Tensor::random(shape, Distribution::Normal(0.0, 1.0), &Device::flex()))
+    std::array::from_fn(|_| Tensor::random(shape, Distribution::Normal(0.0, 1.0), device))
 }
 
 /// Results before times: every mask against all scores in memory, at a short length.
-fn check(args: &Args) -> Result<()> {
+fn check(args: &Args, device: &Device) -> Result<()> {
     const LEN: usize = 700;
-    let inputs = inputs(args, LEN);
+    let inputs = inputs(args, LEN, device);
     for (name, options) in masks(args.window.min(150), LEN)? {
         let [q, k, v, _] = inputs.clone();
         let expected = reference::attention(q.clone(), k.clone(), v.clone(), &options)?.into_data();

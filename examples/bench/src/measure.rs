@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use burn::tensor::TensorData;
+use burn::tensor::{Device, TensorData};
 use burn_upipe::profile::heap;
 use comfy_table::{CellAlignment, Table, presets};
 
@@ -15,12 +15,36 @@ pub struct Samples {
 }
 
 impl Samples {
-    /// Runs and measures once.
-    pub fn take<T>(&mut self, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Runs and measures once, until `device` has done all of it. Bytes are the heap's; of a device with pools see
+    /// [`take_pools`](Self::take_pools).
+    pub fn take<T>(&mut self, device: &Device, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        device.sync()?;
         let started = Instant::now();
-        let (result, peak) = heap::peak_of(f);
+        let (result, peak) = heap::peak_of(|| {
+            let result = f()?;
+            device.sync()?;
+            Ok(result)
+        });
+        let peak = if device.memory_pool_usage().is_some() { 0 } else { peak };
         self.add(started.elapsed().as_secs_f64(), peak);
         result
+    }
+
+    /// Runs once without taking the time: by how much the pools of `device` grow, which keep what they needed at the peak. Nothing on a
+    /// device without pools, whose bytes come with each measurement.
+    pub fn take_pools<T>(&mut self, device: &Device, f: impl FnOnce() -> Result<T>) -> Result<()> {
+        let held = || -> Result<Option<usize>> {
+            device.sync()?;
+            Ok(device.memory_pool_usage().map(|usage| usage.bytes_reserved as usize))
+        };
+        device.sync()?;
+        device.memory_cleanup();
+        let Some(before) = held()? else { return Ok(()) };
+        let result = f()?;
+        let after = held()?.unwrap_or(before);
+        drop(result);
+        self.peak = self.peak.max(after.saturating_sub(before));
+        Ok(())
     }
 
     pub fn add(&mut self, seconds: f64, peak: usize) {

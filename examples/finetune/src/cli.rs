@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use burn_context_parallel::group::MeshShape;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
+use llama::DeviceList;
 
 use crate::config;
 use crate::error::{Error, Result};
@@ -92,6 +93,10 @@ pub struct Args {
     /// What the weights of a model from scratch and the order of --data-order shuffle are drawn from.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = seed, allow_negative_numbers = true)]
     pub seed: u64,
+    /// Where it runs, as this program was built: flex, cpu, wgpu, vulkan, cuda:N, rocm:N, metal. All ranks share one device;
+    /// several (cuda:0,cuda:1) are dealt out to ranks in turn.
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    pub device: DeviceList,
     /// Ranks (threads of this process) that share each sequence; with --mesh all of them. Default: 4; 1 under --attention single.
     #[arg(long, value_name = "N", value_parser = at_least::<1>, allow_negative_numbers = true)]
     pub ranks: Option<usize>,
@@ -218,7 +223,9 @@ pub fn one_line(message: &str) -> String {
         .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"))
         .filter(|line| !line.is_empty())
         .collect();
-    if parts.len() < 2 && !parts.iter().any(|part| part.contains(": give ")) {
+    let has_remedy =
+        |part: &&str| [": give ", ": use ", ": did you mean ", ": list it "].iter().any(|word| part.contains(word));
+    if parts.len() < 2 && !parts.iter().any(has_remedy) {
         parts.push("see --help");
     }
     let line = parts.join(": ");
@@ -240,6 +247,10 @@ mod tests {
         "invalid value 'qq' for '--attention <ATTENTION>': [possible values: single, ulysses, upipe]"
     )]
     #[case("--seed -1", "invalid value '-1' for '--seed <N>': give a whole number from 0 to 18446744073709551615")]
+    #[case(
+        "--device vulcan",
+        "invalid value 'vulcan' for '--device <DEVICE>': no device is called \"vulcan\": did you mean vulkan?"
+    )]
     #[case("once", "unexpected argument 'once' found: see --help")]
     fn a_message_is_one_line_with_a_remedy(#[case] args: &str, #[case] expected: &str) {
         let error = Args::read(["finetune"].into_iter().chain(args.split_whitespace())).unwrap_err();

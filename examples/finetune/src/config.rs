@@ -150,6 +150,7 @@ pub(crate) fn resolved(plan: &Plan) -> String {
     set("clip", plan.clip.map_or_else(|| text(Clip(None).to_string()), Value::Float));
     set("dtype", text(word(plan.precision)));
     set("seed", i64::try_from(plan.seed).map_or_else(|_| text(plan.seed.to_string()), Value::Integer));
+    set("device", text(plan.device.to_string()));
     set("ranks", number(plan.ranks));
     if plan.mesh.data > 1 {
         set("mesh", text(plan.mesh.typed()));

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use burn_context_parallel::group::LaunchError;
 use burn_upipe::learner::checkpoint::CheckpointError;
 use burn_upipe::plan::PlanError;
-use llama::LlamaError;
+use llama::{DeviceError, LlamaError};
 
 use crate::cli::one_line;
 use crate::files::TextError;
@@ -40,6 +40,9 @@ pub enum Error {
         /// What to type.
         remedy: String,
     },
+    /// The device cannot be had.
+    #[error("--device: {0}")]
+    Device(#[from] DeviceError),
     /// The planner does not know such a step.
     #[error("the planner: {0}")]
     Planner(#[from] PlanError),
@@ -172,6 +175,7 @@ impl Error {
             Self::Usage(_)
             | Self::Config { .. }
             | Self::Input { .. }
+            | Self::Device(_)
             | Self::Planner(_)
             | Self::NotByteLevel { .. }
             | Self::Tokenizer { .. }

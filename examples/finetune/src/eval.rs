@@ -3,7 +3,6 @@
 use std::fmt;
 
 use burn::module::Module;
-use burn::tensor::Device;
 use burn_context_parallel::group::Axis;
 use serde::Serialize;
 
@@ -33,20 +32,21 @@ impl fmt::Display for Evaluation {
 ///
 /// # Errors
 ///
-/// [`Error::Launch`](crate::Error::Launch) with the error of the rank where it began.
+/// [`Error::Device`](crate::Error::Device); [`Error::Launch`](crate::Error::Launch) with the error of the rank where it began.
 ///
 /// # Memory
 ///
 /// A rank: the weights (under FSDP its shards and one block's), and one block's intermediates for B sequences; nothing is kept for a
 /// backward pass.
 pub fn evaluate(plan: &Plan, start: Start, report: impl Fn(usize) + Send + Sync + 'static) -> Result<Evaluation> {
-    let device = Device::flex();
+    let devices = plan.open()?;
     let start = match start {
         Start::Whole(model) => Start::Whole(Box::new(model.valid())),
         start => start,
     };
-    on_ranks(plan, start, &device.clone(), move |plan, Ready { model, holding, .. }, mesh| {
+    on_ranks(plan, start, &devices.clone(), move |plan, Ready { model, holding, .. }, mesh| {
         let (world, sequence) = (mesh.world(), mesh.axis(Axis::Ulysses));
+        let device = devices.of_rank(world.rank());
         let model = computing(plan, &model, &holding);
         let targets = plan.corpus.targets();
         let all: Vec<usize> = (0..plan.corpus.sequences()).collect();
@@ -54,7 +54,7 @@ pub fn evaluate(plan: &Plan, start: Start, report: impl Fn(usize) + Send + Sync 
         let at_once = plan.batch.saturating_mul(plan.mesh.data);
         for (done, sequences) in all.chunks(at_once).enumerate() {
             for batch in micro_batches(plan, sequences, mesh)? {
-                let shard = batch.shard(&plan.layout, sequence.rank(), &device)?;
+                let shard = batch.shard(&plan.layout, sequence.rank(), device)?;
                 // Each share in f32 over its own targets, their sum in f64.
                 let own = batch.valid();
                 loss += number(&model.loss_over(&shard, sequence, own)?.share) * (own as f64 / targets as f64);

@@ -55,6 +55,7 @@ impl fmt::Display for Plan {
                 line("steps", self.steps())?;
             }
         }
+        line("device", self.device())?;
         line("ranks", self.ranks())?;
         if self.mesh.data > 1 {
             line("replicas", self.replicas())?;
@@ -123,7 +124,16 @@ impl fmt::Display for Plan {
             line("memory", memory::line(self))?;
         }
         let away = if self.offload.is_some() { "; without what offload has in host memory" } else { "" };
-        line("peak", format!("heap bytes of this process: the sum over all its ranks{away}"))?;
+        match self.device.runtime().is_heap() {
+            true => line("peak", format!("heap bytes of this process: the sum over all its ranks{away}"))?,
+            false => line(
+                "reserved",
+                format!(
+                    "bytes that the pools of {} hold after a step, for all ranks, in use or kept for reuse (metrics.csv: peak_bytes){away}",
+                    self.device
+                ),
+            )?,
+        }
         line(
             "out",
             match &self.out {
@@ -235,6 +245,16 @@ impl Plan {
     fn evaluation(&self) -> String {
         let at_once = self.batch.saturating_mul(self.mesh.data).min(self.corpus.sequences());
         format!("no training: loss over all sequences, {at_once} at a time")
+    }
+
+    fn device(&self) -> String {
+        let (device, why) =
+            (&self.device, if self.device.runtime().is_heap() { ", Burn's own backend for processors" } else { "" });
+        match (device.count(), self.ranks) {
+            (1, 1) => format!("{device}{why}"),
+            (1, _) => format!("{device}{why}: all ranks share it"),
+            _ => format!("{device}: dealt out to ranks in turn"),
+        }
     }
 
     /// How ranks and sequences relate: what people ask first.

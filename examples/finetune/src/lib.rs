@@ -146,6 +146,8 @@ pub fn run(args: &Args, voice: &Voice) -> Result<Summary> {
 /// As [`run`], and [`Error::Signals`] if `stop` cannot be had.
 pub fn run_until(args: &Args, voice: &Voice, stop: impl FnOnce() -> io::Result<Stop>) -> Result<Summary> {
     let plan = Plan::new(args)?;
+    // What cannot run is not explained.
+    plan.open()?;
     voice.line(&plan.to_string());
     // A checkpoint has the weights; they are read when the folder is this run's.
     let start = match out::may_resume(&plan)? {
@@ -257,7 +259,7 @@ fn train_into(
     out::write(&out.join("config.toml"), &config::resolved(plan))?;
 
     let steps = Arc::new(Mutex::new(before));
-    let (log, total) = (steps.clone(), plan.steps);
+    let (log, total, runtime) = (steps.clone(), plan.steps, plan.device.runtime());
     let saving = Saving { out: out.clone(), checkpoints, stop: stop().map_err(Error::Signals)? };
     voice.begin(total);
     let guard = progress::Bar(voice);
@@ -267,7 +269,7 @@ fn train_into(
             match event {
                 Event::Step(step) => {
                     table.add(&step)?;
-                    voice.line(&step.line(total));
+                    voice.line(&step.line(total, runtime));
                     voice.done(step.step);
                     log.lock().unwrap_or_else(PoisonError::into_inner).push(step);
                 }
@@ -301,7 +303,8 @@ fn train_into(
     if let Some(waited) = waited {
         voice.line(&memory::waited(plan, waited));
     }
-    if !phases.is_empty() {
+    // The planner's phases are Flex's.
+    if !phases.is_empty() && runtime.is_heap() {
         voice.line(&memory::by_phase(plan, &phases));
     }
     if stopped {

@@ -2,12 +2,15 @@
 
 use std::thread;
 
+use burn::tensor::Device;
 use burn_upipe::offload::{OffloadPolicy, Place};
 use burn_upipe::plan::{
     self, Accounting, Attention, Bytes, PlanError, Setup, StatePlace, Techniques, WaitingPlace, memory,
 };
 use burn_upipe::profile::heap;
 use burn_upipe::upipe::AttentionScheme;
+use llama::Devices;
+use llama::device::Runtime;
 
 use crate::deal::rounds;
 use crate::offload::{OffloadPlan, Waited};
@@ -94,9 +97,14 @@ pub(crate) fn planned(plan: &Plan) -> Result<(usize, &'static str), PlanError> {
 
 /// For people.
 pub(crate) fn line(plan: &Plan) -> String {
+    // The planner knows Flex's kernels and its heap; what other runtimes need beside tensors nobody has counted.
+    let on = match plan.device.runtime().is_heap() {
+        true => "",
+        false => "; as it is on flex, the pools of this device are not planned",
+    };
     match planned(plan) {
         Ok((bytes, phase)) => {
-            format!("{} planned for a rank at the peak of a step, in its {phase} phase", Bytes(bytes))
+            format!("{} planned for a rank at the peak of a step, in its {phase} phase{on}", Bytes(bytes))
         }
         Err(error) => format!("not planned: {error}"),
     }
@@ -155,6 +163,12 @@ fn off(planned: usize, counted: usize) -> String {
 
 /// What was planned beside what was counted, for people.
 pub(crate) fn beside(plan: &Plan, counted: usize) -> String {
+    if !plan.device.runtime().is_heap() {
+        let (device, bytes) = (&plan.device, Bytes(counted));
+        return format!(
+            "\nmemory of {device}: its pools hold {bytes} for all ranks, in use or kept for reuse; to be compared with no plan"
+        );
+    }
     let planned = match planned(plan) {
         Ok((bytes, _)) => format!("{} planned{}", Bytes(bytes), off(bytes, counted)),
         Err(error) => format!("not planned: {error}"),
@@ -164,9 +178,35 @@ pub(crate) fn beside(plan: &Plan, counted: usize) -> String {
     format!("\nmemory of a rank at its peak: {} counted, {planned}{early}", Bytes(counted))
 }
 
-/// The most that one rank held since the last [`heap::reset_peak`]; `None` if nothing counts.
-pub(crate) fn counted(ranks: usize) -> Option<usize> {
+/// The most that one rank held since the last [`heap::reset_peak`]; of devices with pools what all ranks' pools hold now. `None` if nothing
+/// counts.
+pub(crate) fn counted(ranks: usize, devices: &Devices) -> Option<usize> {
+    if !devices.list().runtime().is_heap() {
+        return pools(devices);
+    }
     // A rank's first weights were made before it was there, so that alone all of the heap is its own.
     let most = if ranks == 1 { heap::peak() } else { (0..ranks).map(heap::peak_by).max().unwrap_or(0) };
     (most > 0).then_some(most)
+}
+
+/// The most of the heap since the last [`heap::reset_peak`], or what the devices' pools hold now; 0 if nothing counts.
+pub(crate) fn peak(devices: &Devices) -> usize {
+    match devices.list().runtime().is_heap() {
+        true => heap::peak(),
+        false => pools(devices).unwrap_or(0),
+    }
+}
+
+/// What the pools of all devices hold: no peak is counted there, but pools keep what was needed once.
+fn pools(devices: &Devices) -> Option<usize> {
+    let held = |device: &Device| {
+        let usage = device.clone().inner().memory_pool_usage();
+        usage.map(|usage| usage.bytes_reserved as usize)
+    };
+    devices.all().iter().map(held).sum()
+}
+
+/// What the number of a step is called.
+pub(crate) fn name(runtime: Runtime) -> &'static str {
+    if runtime.is_heap() { "peak" } else { "reserved" }
 }

@@ -4,7 +4,10 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use llama::device::Runtime;
+
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::out;
 
 /// One optimizer step.
@@ -21,20 +24,22 @@ pub struct StepMetrics {
     /// Tokens a second, over all ranks.
     pub tokens_per_s: f64,
     /// The most heap bytes alive at once during the step, the sum over all ranks in the process; 0 without the
-    /// counting allocator.
+    /// counting allocator. On devices with memory pools, which count no peak: what these hold after the step, in use or kept for
+    /// reuse.
     pub peak_bytes: usize,
 }
 
 impl StepMetrics {
-    /// For people.
-    pub fn line(&self, total: usize) -> String {
+    /// For people; `total` steps in all, on devices of `runtime`.
+    pub fn line(&self, total: usize, runtime: Runtime) -> String {
         let width = total.to_string().len();
         format!(
-            "step {:>width$}/{total}  loss {:.4}  grad norm {:.3}  {:.0} tokens/s  peak {:.1} MiB",
+            "step {:>width$}/{total}  loss {:.4}  grad norm {:.3}  {:.0} tokens/s  {} {:.1} MiB",
             self.step,
             self.loss,
             self.grad_norm,
             self.tokens_per_s,
+            memory::name(runtime),
             self.peak_bytes as f64 / (1 << 20) as f64
         )
     }

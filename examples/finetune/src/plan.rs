@@ -9,7 +9,7 @@ use std::sync::Arc;
 use burn_context_parallel::group::MeshShape;
 use burn_context_parallel::sequence::SequenceLayout;
 use burn_upipe::upipe::{AttentionScheme, Schedule as StageSchedule};
-use llama::{LlamaConfig, ParallelConfig};
+use llama::{DeviceList, Devices, LlamaConfig, ParallelConfig};
 
 use crate::cli::Args;
 use crate::corpus::Corpus;
@@ -88,6 +88,8 @@ pub struct Plan {
     pub accumulate: usize,
     /// Which sequences each step takes.
     pub order: Order,
+    /// Where it runs.
+    pub device: DeviceList,
     /// All ranks.
     pub ranks: usize,
     /// How they are divided: `data` replicas of `ulysses` ranks, P, that share each sequence.
@@ -137,7 +139,14 @@ impl Plan {
     ///
     /// What is wrong with the arguments, the text or the model's folder, all with [`Error::exit_code`] 2.
     pub fn new(args: &Args) -> Result<Self> {
+        args.device.expect_compiled_in()?;
         let (mesh, ranks) = mesh(args)?;
+        if args.device.count() > ranks {
+            return Err(Error::input(
+                format!("--device {} for {ranks} ranks", args.device),
+                format!("use at most {ranks} devices, or more --ranks: every device needs one"),
+            ));
+        }
         let on_run = on_run(args)?;
         let out = match &args.out {
             Some(path) => {
@@ -195,6 +204,7 @@ impl Plan {
             batch: args.batch,
             accumulate: args.accumulate,
             order,
+            device: args.device.clone(),
             ranks,
             mesh,
             fsdp: args.fsdp,
@@ -216,6 +226,17 @@ impl Plan {
             profile: profile(args, steps)?,
             args: args.clone(),
         })
+    }
+
+    /// Its devices, started, and able to do what is to be done.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Device`].
+    pub fn open(&self) -> Result<Devices> {
+        let devices = self.device.open()?;
+        devices.expect_dtype(self.precision.dtype())?;
+        Ok(devices)
     }
 
     /// What was typed.

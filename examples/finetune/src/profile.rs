@@ -5,7 +5,8 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn_upipe::profile::{self, Entered, Profiler, RankHeap, Report, Timeline, heap};
+use burn::tensor::Device;
+use burn_upipe::profile::{self, DevicePools, Entered, Profiler, RankHeap, Report, Timeline, heap};
 
 use crate::error::{Error, Result};
 use crate::memory::PHASES;
@@ -43,9 +44,12 @@ impl Profiling {
         Ok(Arc::new(Self { plan: plan.clone(), done: Mutex::default(), _armed: armed }))
     }
 
-    /// A rank's part; called on its thread.
-    pub(crate) fn rank(self: &Arc<Self>, rank: usize) -> RankProfile {
-        let profiler = Profiler::new(rank, RankHeap::new(rank));
+    /// A rank's part; called on its thread. Its memory is read where its device has it.
+    pub(crate) fn rank(self: &Arc<Self>, rank: usize, device: &Device) -> RankProfile {
+        let profiler = match DevicePools::new(&device.clone().inner()) {
+            Some(pools) => Profiler::new(rank, pools),
+            None => Profiler::new(rank, RankHeap::new(rank)),
+        };
         let entered = profiler.enter();
         RankProfile { profiler, _entered: entered, whole: self.clone() }
     }

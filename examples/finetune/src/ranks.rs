@@ -3,13 +3,13 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData};
 use burn_context_parallel::Result as CoreResult;
 use burn_context_parallel::group::{LaunchConfig, Mesh, ProcessGroup, ReduceOp, launch};
 use burn_context_parallel::sequence::Batch;
 use burn_upipe::learner::training::Holding;
 use burn_upipe::profile::heap;
-use llama::{Llama, precision};
+use llama::{Devices, Llama, precision};
 
 use crate::deal::deal;
 use crate::error::Result;
@@ -22,18 +22,18 @@ pub(crate) type RankResult<T> = std::result::Result<T, Box<dyn std::error::Error
 /// A long sequence on few cores may well take minutes between two collectives; a rank that fails is noticed at once anyway.
 const TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
-/// Runs `rank` on every rank with a model of its own on `device`, and gives what the first one gives.
+/// Runs `rank` on every rank with a model of its own on its device, and gives what the first one gives.
 pub(crate) fn on_ranks<T: Send + 'static>(
     plan: &Plan,
     start: Start,
-    device: &Device,
+    devices: &Devices,
     rank: impl Fn(&Plan, Ready, &Mesh) -> RankResult<T> + Send + Sync + 'static,
 ) -> Result<T> {
     // What is not made in a phase of a rank.
     let weights = plan.profile.as_ref().map(|_| heap::Phase::new(None, "weights"));
     let copies = {
         let _weights = weights.map(heap::phase);
-        start.copies(plan.ranks, device)
+        start.copies(plan.ranks, devices)
     };
     let start = match start {
         Start::Whole(model) => {
@@ -43,17 +43,18 @@ pub(crate) fn on_ranks<T: Send + 'static>(
         }
         start => start,
     };
-    let shared = Arc::new((plan.clone(), Mutex::new(copies), start, device.clone()));
+    let shared = Arc::new((plan.clone(), Mutex::new(copies), start, devices.clone()));
     let config = LaunchConfig::new(plan.ranks).with_timeout(TIMEOUT);
     let results = launch(config, move |world| {
-        let (plan, copies, start, device) = &*shared;
+        let (plan, copies, start, devices) = &*shared;
         // What this rank allocates is counted as its own.
         let _owned = heap::own(world.rank());
         let mesh = Mesh::new(&world, plan.mesh)?;
-        let copy = copies.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        // The one that was made on this rank's device.
+        let copy = copies.lock().unwrap_or_else(PoisonError::into_inner).get_mut(world.rank()).and_then(Option::take);
         let ready = {
             let _weights = weights.map(|weights| (heap::phase(weights), heap::own(world.rank())));
-            start.on_rank(plan, copy, &mesh, device)?
+            start.on_rank(plan, copy, &mesh, devices.of_rank(world.rank()))?
         };
         rank(plan, ready, &mesh)
     })?;

@@ -15,7 +15,8 @@ use crate::plan::Plan;
 use crate::values::Schedule;
 
 /// What may differ: who computes, how much memory that takes, and what is kept.
-const FREE: [&str; 19] = [
+const FREE: [&str; 20] = [
+    "device",
     "ranks",
     "mesh",
     "attention",

@@ -1,13 +1,14 @@
 //! Where weights come from, and how each rank gets its own.
 
-use burn::module::Module;
-use burn::tensor::{DType, Device};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::Error as CoreError;
 use burn_context_parallel::fsdp::{Fsdp, FsdpConfig, whole_shapes};
 use burn_context_parallel::group::{Axis, Mesh};
 use burn_upipe::learner::checkpoint::Checkpoint;
 use burn_upipe::learner::training::Holding;
-use llama::{FolderWeights, Llama, LlamaError, LoadReport, load_as, not_finite};
+use llama::device::Runtime;
+use llama::{DeviceChoice, Devices, FolderWeights, Llama, LlamaError, LoadReport, load_as, not_finite};
 
 use crate::error::{Error, Result};
 use crate::plan::{ModelSource, Plan};
@@ -29,24 +30,26 @@ pub enum Start {
 ///
 /// # Errors
 ///
-/// [`Error::Model`], also for weights that are not finite.
+/// [`Error::Device`]; [`Error::Model`], also for weights that are not finite.
 ///
 /// # Memory
 ///
 /// The model; under FSDP one parameter.
 pub fn initial(plan: &Plan) -> Result<(Start, Option<LoadReport>)> {
-    let device = Device::flex().autodiff();
+    let devices = plan.open()?.autodiff();
+    let device = devices.of_rank(0);
     match (&plan.model, plan.fsdp) {
         (ModelSource::Scratch, true) => Ok((Start::Shards, None)),
         (ModelSource::Scratch, false) => {
-            device.seed(plan.seed);
-            let model = Llama::init(&plan.config, &plan.parallel, &device).map_err(Error::Model)?;
+            let drawing = drawing(plan).map_or_else(|| device.clone(), Device::autodiff);
+            drawing.seed(plan.seed);
+            let model = Llama::init(&plan.config, &plan.parallel, &drawing).map_err(Error::Model)?;
             Ok((Start::Whole(Box::new(model)), None))
         }
         (ModelSource::Folder(folder), true) => {
             // All of it is read once before anything is written; ranks read it again.
-            let (mut weights, report) = FolderWeights::open(folder, DType::F32, &device).map_err(Error::Model)?;
-            let model = Llama::undrawn(&plan.config, &plan.parallel, &device).map_err(Error::Model)?;
+            let (mut weights, report) = FolderWeights::open(folder, DType::F32, device).map_err(Error::Model)?;
+            let model = Llama::undrawn(&plan.config, &plan.parallel, device).map_err(Error::Model)?;
             for (path, shape) in whole_shapes(&model) {
                 let value = weights.read(&path, &shape).map_err(Error::Model)?;
                 if !value.iter::<f32>().all(f32::is_finite) {
@@ -57,13 +60,19 @@ pub fn initial(plan: &Plan) -> Result<(Start, Option<LoadReport>)> {
         }
         (ModelSource::Folder(folder), false) => {
             // f32 whatever the file has: these are the weights that the optimizer changes.
-            let (model, report) = load_as(folder, &plan.parallel, &device, DType::F32).map_err(Error::Model)?;
+            let (model, report) = load_as(folder, &plan.parallel, device, DType::F32).map_err(Error::Model)?;
             match not_finite(&model) {
                 Some(name) => Err(infinite(folder, &name)),
                 None => Ok((Start::Whole(Box::new(model)), Some(report))),
             }
         }
     }
+}
+
+/// Where weights from scratch are drawn, if not on the device that trains: on Flex, whose numbers they then are, whatever the device.
+fn drawing(plan: &Plan) -> Option<Device> {
+    let here = plan.device.runtime().is_heap() || !Runtime::Flex.is_compiled_in();
+    (!here).then(|| DeviceChoice::FLEX.open().ok()).flatten()
 }
 
 fn infinite(folder: &std::path::Path, name: &str) -> Error {
@@ -82,10 +91,11 @@ pub(crate) struct Ready {
 
 impl Start {
     /// A model for each of so many ranks, where they are copies: ranks may share memory, never the leaves of a graph. Made one by one,
-    /// before the ranks start.
-    pub(crate) fn copies(&self, ranks: usize, device: &Device) -> Vec<Llama> {
+    /// before the ranks start, each on its rank's device.
+    pub(crate) fn copies(&self, ranks: usize, devices: &Devices) -> Vec<Option<Llama>> {
+        let copy = |model: &Llama, rank| Some(model.clone().fork(devices.of_rank(rank)));
         match self {
-            Self::Whole(model) => (0..ranks).map(|_| Llama::clone(model).fork(device)).collect(),
+            Self::Whole(model) => (0..ranks).map(|rank| copy(model, rank)).collect(),
             _ => Vec::new(),
         }
     }
@@ -120,10 +130,22 @@ fn sharded(plan: &Plan, model: Llama, fsdp: &Fsdp, device: &Device) -> RankResul
     match &plan.model {
         ModelSource::Scratch => {
             // Only the first rank draws.
-            if fsdp.world().rank() == 0 {
-                device.seed(plan.seed);
+            let first = fsdp.world().rank() == 0;
+            let Some(drawing) = drawing(plan) else {
+                if first {
+                    device.seed(plan.seed);
+                }
+                return Ok(fsdp.shard(model)?);
+            };
+            let mut drawn = None;
+            if first {
+                drawing.seed(plan.seed);
+                drawn = Some(Drawn { model: Llama::undrawn(&plan.config, &plan.parallel, &drawing)? });
             }
-            Ok(fsdp.shard(model)?)
+            let world = fsdp.world().clone();
+            Ok(fsdp.shard_from(model, |path, _| {
+                Ok(Some(world.broadcast(drawn.as_ref().map(|drawn| drawn.at(path)), 0)?))
+            })?)
         }
         ModelSource::Folder(folder) => {
             let (mut weights, _) = FolderWeights::open(folder, DType::F32, device)?;
@@ -132,6 +154,40 @@ fn sharded(plan: &Plan, model: Llama, fsdp: &Fsdp, device: &Device) -> RankResul
             };
             Ok(fsdp.shard_from(model, |path, shape| weights.read(path, shape).map(Some).map_err(damaged))?)
         }
+    }
+}
+
+/// The model on the device that draws; each parameter is drawn when it is asked for, in the order of those that ask.
+struct Drawn {
+    model: Llama,
+}
+
+impl Drawn {
+    /// The value at a module path.
+    fn at(&self, path: &str) -> TensorData {
+        struct Find<'a> {
+            wanted: &'a str,
+            path: Vec<String>,
+            found: Option<TensorData>,
+        }
+        impl ModuleVisitor for Find<'_> {
+            fn enter_module(&mut self, name: &str, _: &str) {
+                self.path.push(name.to_owned());
+            }
+
+            fn exit_module(&mut self, _: &str, _: &str) {
+                self.path.pop();
+            }
+
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if self.path.join(".") == self.wanted {
+                    self.found = Some(param.base().inner().into_data());
+                }
+            }
+        }
+        let mut find = Find { wanted: path, path: Vec::new(), found: None };
+        self.model.visit(&mut find);
+        find.found.expect("the same model, on another device")
     }
 }
 

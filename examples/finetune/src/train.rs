@@ -16,7 +16,7 @@ use burn_upipe::learner::stop::Decision;
 use burn_upipe::learner::training::{Holding, restore};
 use burn_upipe::offload::{Offload, OffloadConfig};
 use burn_upipe::profile::heap;
-use llama::{Llama, adamw_rule, precision};
+use llama::{Devices, Llama, adamw_rule, precision};
 
 use crate::error::{Error, Result};
 use crate::memory;
@@ -101,7 +101,7 @@ pub struct Trained {
 ///
 /// # Errors
 ///
-/// [`Error::Launch`] with the error of the rank where it began; that of `report` is among those.
+/// [`Error::Device`]; [`Error::Launch`] with the error of the rank where it began; that of `report` is among those.
 ///
 /// # Memory
 ///
@@ -114,18 +114,20 @@ pub fn train(
     saving: Saving,
     report: impl FnMut(Event) -> Result<()> + Send + 'static,
 ) -> Result<Trained> {
-    let device = Device::flex().autodiff();
+    let devices = plan.open()?.autodiff();
     let (report, saving) = (Mutex::new(report), Arc::new(saving));
     let profiling = plan.profile.as_ref().map(Profiling::begin).transpose()?;
     let ranks = profiling.clone();
     let waited = Arc::new(Mutex::new(Waited::default()));
     let most = waited.clone();
     let offload = plan.offload.as_ref().map(|offload| offload.of_ranks(plan.ranks, &saving.out));
-    let trained = on_ranks(plan, start, &device.clone(), move |plan, ready, mesh| {
+    let trained = on_ranks(plan, start, &devices.clone(), move |plan, ready, mesh| {
         let report = |event| (report.lock().unwrap_or_else(PoisonError::into_inner))(event);
-        let profile = ranks.as_ref().map(|ranks| ranks.rank(mesh.world().rank()));
+        let rank = mesh.world().rank();
+        let device = devices.of_rank(rank);
+        let profile = ranks.as_ref().map(|ranks| ranks.rank(rank, device));
         let (holding, profile, offload) = (ready.holding.clone(), profile.as_ref(), offload.as_ref());
-        Rank { plan, mesh, saving: &saving, device: &device, holding, profile, offload, waited: &most }
+        Rank { plan, mesh, saving: &saving, devices: &devices, device, holding, profile, offload, waited: &most }
             .train(ready, report)
     });
     let failure = trained.as_ref().err().map(|error| error as &(dyn std::error::Error + 'static));
@@ -140,6 +142,7 @@ struct Rank<'a> {
     plan: &'a Plan,
     mesh: &'a Mesh,
     saving: &'a Saving,
+    devices: &'a Devices,
     device: &'a Device,
     holding: Holding,
     profile: Option<&'a RankProfile>,
@@ -216,14 +219,14 @@ impl Rank<'_> {
             done.tokens += tokens as u64;
             done.targets += plan.corpus.targets_of(&sequences) as u64;
             if first {
-                memory = memory.max(memory::counted(plan.ranks));
+                memory = memory.max(memory::counted(plan.ranks, self.devices));
                 report(Event::Step(StepMetrics {
                     step: step + 1,
                     loss: value,
                     grad_norm,
                     lr,
                     tokens_per_s: tokens as f64 / started.elapsed().as_secs_f64(),
-                    peak_bytes: heap::peak(),
+                    peak_bytes: memory::peak(self.devices),
                 }))?;
             }
             if done.steps == plan.steps {

@@ -101,6 +101,26 @@ fn the_same_run_twice_has_the_same_losses_to_the_last_digit() {
     assert_eq!(a, b);
 }
 
+/// The device that is taken without being asked for.
+#[test]
+fn flex_is_what_runs_without_a_device() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, device) in [("a", ""), ("b", "--device flex"), ("c", "--config device.toml")] {
+        fs::write(folder.path().join("device.toml"), "device = \"flex\"\n").unwrap();
+        let output = finetune(folder.path(), &format!("{SMALL} --out {name} {device}"));
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    }
+    let read = |name: &str, file: &str| fs::read_to_string(folder.path().join(name).join(file)).unwrap();
+    for name in ["b", "c"] {
+        assert_eq!(losses(&folder.path().join(name).join("metrics.csv")), losses(&folder.path().join("a/metrics.csv")));
+        assert_eq!(read(name, "config.toml"), read("a", "config.toml"));
+    }
+    assert!(read("a", "config.toml").contains("\ndevice = \"flex\"\n"));
+    assert!(
+        read("a", "plan.txt").contains("\ndevice       flex, Burn's own backend for processors: all ranks share it\n")
+    );
+}
+
 #[test]
 fn a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_good_weights() {
     let folder = tempfile::tempdir().unwrap();

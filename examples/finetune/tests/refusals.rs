@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::LazyLock;
 
+use llama::device::Runtime;
 use rstest::rstest;
 
 /// All files that the cases name, made once; no case writes.
@@ -52,6 +53,7 @@ static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
         ("nodata", "steps = 3\ndata = []\n"),
         ("both", "steps = 3\nepochs = 2\n"),
         ("flag", "fsdp = 3\n"),
+        ("device", "device = \"npu\"\n"),
         ("mesh", "mesh = \"data=2,ring=2\"\n"),
     ] {
         write(&format!("{name}.toml"), text.as_bytes());
@@ -234,6 +236,21 @@ fn listing(folder: &Path) -> Vec<(String, u64)> {
 #[case("--attention ulysses --heads-per-stage 2", "--heads-per-stage without --attention upipe", "leave one")]
 #[case("--heads-per-stage 9", "--heads-per-stage 9 of 8 query heads", "use 1 to 8")]
 #[case("--rank 2", "unexpected argument '--rank'", "'--ranks'")]
+#[case(
+    "--device vulcan",
+    "invalid value 'vulcan' for '--device <DEVICE>': no device is called",
+    "did you mean vulkan?"
+)]
+#[case(
+    "--device tpu-pod",
+    "invalid value 'tpu-pod' for '--device",
+    "use one of flex, cpu, wgpu, vulkan, cuda:N, rocm:N, metal"
+)]
+#[case("--device flex:0", "no device is called \"flex:0\": flex has no numbers", "use flex")]
+#[case("--device cuda:x", "no device is called \"cuda:x\"", "use cuda:0 for the first one")]
+#[case("--device cuda:0,rocm:0", "cuda:0 and rocm:0 in one list", "use devices of one kind")]
+#[case("--device cuda:1,cuda:1", "cuda:1 is listed twice", "list it once")]
+#[case("--config device.toml", "--config device.toml: invalid value 'npu' for '--device", "did you mean cpu?")]
 #[case("--blocks-per-checkpoint 0", "invalid value '0' for '--blocks-per-checkpoint", "give a whole number from 1")]
 #[case("--blocks-per-checkpoint 5", "--blocks-per-checkpoint 5 of 4 blocks", "use 1 to 4")]
 #[case(
@@ -347,6 +364,28 @@ fn a_request_that_cannot_be_served_ends_with_2_and_writes_nothing(
     assert!(first.starts_with("error: ") && first.contains(fault) && first.contains(remedy), "{first}");
     assert!(!stderr.contains("panicked"), "{stderr}");
     assert_eq!(listing(FOLDER.path()), before);
+}
+
+/// Devices that this program does not have, or that do not start on this machine.
+#[test]
+fn a_device_that_cannot_be_had_is_refused_with_what_is_missing() {
+    for runtime in Runtime::ALL.into_iter().filter(|runtime| *runtime != Runtime::Flex) {
+        let before = listing(FOLDER.path());
+        let output =
+            finetune(&format!("--device {runtime} --seq-len 64 --steps 1 --ranks 1 --data abc.txt --model nowhere"));
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        let first = stderr.lines().next().unwrap();
+        let missing = match runtime.is_compiled_in() {
+            false => format!("error: --device: {runtime} is not compiled in: build with --features {runtime}"),
+            // There it is, and the next fault is that of the model.
+            true if first.starts_with("error: nowhere") => continue,
+            true => runtime.needs().to_owned(),
+        };
+        assert!(first.contains(&missing), "{first}");
+        assert!(!stderr.contains("panicked"), "{stderr}");
+        assert_eq!(listing(FOLDER.path()), before);
+    }
 }
 
 /// A pipe that nobody writes to would be waited for.

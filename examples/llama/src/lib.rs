@@ -35,6 +35,7 @@
 
 mod block;
 mod config;
+pub mod device;
 mod error;
 mod files;
 mod finite;
@@ -51,6 +52,7 @@ mod shards;
 pub use block::{Block, Mlp};
 pub use burn_context_parallel::sequence::RotaryScaling;
 pub use config::{Family, LlamaConfig};
+pub use device::{DeviceChoice, DeviceError, DeviceList, Devices};
 pub use error::{LlamaError, Result};
 pub use files::SafetensorsHeader;
 pub use finite::not_finite;

@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData};
 use burn_context_parallel::attention::ulysses;
 use burn_context_parallel::flash::{FlashOptions, flash_attention_with_lse};
 use burn_context_parallel::group::{ProcessGroup, launch};
@@ -78,9 +78,9 @@ pub fn run(path: &Path, plan: &Plan) -> std::result::Result<Vec<Measure>, Troubl
 
 impl Case {
     fn on_rank(&self, world: &ProcessGroup) -> Result<Part> {
-        let device = Device::flex();
+        let device = self.plan.devices.of_rank(world.rank());
         let cut = |data: &TensorData, layout: &SequenceLayout| {
-            layout.cut(&Tensor::<4>::from_data(data.clone(), &device), 2, world.rank())
+            layout.cut(&Tensor::<4>::from_data(data.clone(), device), 2, world.rank())
         };
         let leaf = |data: &TensorData, layout: &SequenceLayout| cut(data, layout).autodiff().require_grad();
         let q = leaf(&self.q, &self.q_layout);

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cargo run --release -p verify -- FOLDER [--ranks N] [--heads-per-stage U] [--attention single|ulysses|upipe] [--checkpoint] [--tile N]
+//!     [--device flex|cpu|wgpu|vulkan|cuda:N|rocm:N|metal]
 //! ```
 //!
 //! FOLDER is searched for attention cases (a safetensors file whose metadata has `options`) and models (a folder with
@@ -21,6 +22,7 @@ use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
+use llama::{DeviceError, DeviceList, Devices};
 
 use find::{Kind, find};
 use report::{Report, Trouble};
@@ -46,6 +48,10 @@ struct Args {
     /// Tokens a tile of the models' feed-forward, norms and loss. Default: no tiles.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     tile: Option<u32>,
+    /// Where it runs, as this program was built: flex, cpu, wgpu, vulkan, cuda:N, rocm:N, metal. All ranks share one device;
+    /// several (cuda:0,cuda:1) are dealt out to ranks in turn.
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceList,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,9 +69,11 @@ struct Plan {
     heads_per_stage: Option<usize>,
     checkpoint: bool,
     tile: Option<usize>,
+    devices: Devices,
 }
 
 impl Plan {
+    /// Starts the devices.
     fn new(args: &Args) -> Result<Self, clap::Error> {
         if args.heads_per_stage.is_some() && args.attention != Scheme::Upipe {
             return Err(Args::command().error(
@@ -77,12 +85,20 @@ impl Plan {
             Scheme::Single => 1,
             Scheme::Ulysses | Scheme::Upipe => args.ranks.map_or(4, usize::from),
         };
+        let refuse = |error: DeviceError| Args::command().error(ErrorKind::InvalidValue, format!("--device: {error}"));
+        if args.device.count() > ranks {
+            return Err(Args::command().error(
+                ErrorKind::InvalidValue,
+                format!("--device {} for {ranks} ranks: use at most as many devices as ranks", args.device),
+            ));
+        }
         Ok(Self {
             scheme: args.attention,
             ranks,
             heads_per_stage: args.heads_per_stage.map(|heads| heads as usize),
             checkpoint: args.checkpoint,
             tile: args.tile.map(|tile| tile as usize),
+            devices: args.device.open().map_err(refuse)?,
         })
     }
 
@@ -104,7 +120,8 @@ impl Plan {
         };
         let checkpoint = if self.checkpoint { "models' blocks recomputed" } else { "no checkpoints" };
         let tile = self.tile.map_or_else(|| "no tiles".to_owned(), |tile| format!("models' tiles of {tile} tokens"));
-        format!("attention {scheme} on {ranks}{stage}, {checkpoint}, {tile}{lse}")
+        let device = self.devices.list();
+        format!("attention {scheme} on {ranks}{stage}, {checkpoint}, {tile}, on {device}{lse}")
     }
 }
 

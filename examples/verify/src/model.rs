@@ -36,7 +36,7 @@ struct Found {
 /// Runs the model in `folder`.
 pub fn run(folder: &Path, plan: &Plan) -> Result<Vec<Measure>, Trouble> {
     let reference = Reference::read(&folder.join("reference.safetensors"))?;
-    let batch = batch(&reference)?;
+    let batch = batch(&reference, plan.devices.of_rank(0))?;
     let wanted: BTreeMap<String, TensorData> = reference
         .names()
         .filter_map(|name| Some((name, name.strip_prefix("grad.")?)))
@@ -48,14 +48,15 @@ pub fn run(folder: &Path, plan: &Plan) -> Result<Vec<Measure>, Trouble> {
         return Err(Trouble::Failed("loss_curve is empty: make the reference again".into()));
     }
 
-    let device = Device::flex().autodiff();
-    let (model, _) = llama::load(folder, &parallel(plan), &device).map_err(|error| Trouble::from_error(&error))?;
+    let devices = plan.devices.clone().autodiff();
+    let (model, _) =
+        llama::load(folder, &parallel(plan), devices.of_rank(0)).map_err(|error| Trouble::from_error(&error))?;
     let steps = curve.num_elements();
     // A module can be sent to another thread, but not shared: each rank takes a clone, and forks leaves of its own.
     let model = Arc::new(Mutex::new(model));
     let found = launch(plan.ranks, move |world| {
         let model = model.lock().unwrap_or_else(|poison| poison.into_inner()).clone();
-        on_rank(model, &batch, steps, &world)
+        on_rank(model, &batch, steps, &world, devices.of_rank(world.rank()))
     })
     .map_err(|error| Trouble::from_error(&error))?;
     let found = found.into_iter().next().ok_or_else(|| Trouble::Failed("no rank answered".into()))?;
@@ -109,9 +110,8 @@ fn parallel(plan: &Plan) -> ParallelConfig {
 }
 
 /// Logits, then training as the reference did it.
-fn on_rank(model: Llama, batch: &Batch, steps: usize, world: &ProcessGroup) -> llama::Result<Found> {
-    let device = Device::flex().autodiff();
-    let mut model = model.fork(&device);
+fn on_rank(model: Llama, batch: &Batch, steps: usize, world: &ProcessGroup, device: &Device) -> llama::Result<Found> {
+    let mut model = model.fork(device);
     let cp = device.context_parallel(world);
     let shard = cp.shard(batch)?;
     let evaluated = model.valid();
@@ -133,12 +133,11 @@ fn on_rank(model: Llama, batch: &Batch, steps: usize, world: &ProcessGroup) -> l
     Ok(Found { logits, losses, gradients })
 }
 
-fn batch(reference: &Reference) -> Result<Batch, Trouble> {
+fn batch(reference: &Reference, device: &Device) -> Result<Batch, Trouble> {
     const KNOWN: [&str; 6] = ["input_ids", "position_ids", "labels", "logits", "loss", "loss_curve"];
     if let Some(name) = reference.names().find(|name| !KNOWN.contains(name) && !name.starts_with("grad.")) {
         return Err(Trouble::Unsupported(format!("{name} in the reference: use inputs, positions and labels only")));
     }
-    let device = Device::flex();
     let ids = reference.get::<2>("input_ids")?;
     let labels = reference.get::<2>("labels")?;
     let positions = match reference.names().any(|name| name == "position_ids") {
@@ -151,7 +150,7 @@ fn batch(reference: &Reference) -> Result<Batch, Trouble> {
             ids.shape()
         )));
     }
-    let int = |data: TensorData| Tensor::<2, Int>::from_data(data, &device);
+    let int = |data: TensorData| Tensor::<2, Int>::from_data(data, device);
     let packed = positions.map(|positions| packed(&positions)).transpose()?;
     let crossing = packed.as_ref().is_some_and(|(_, documents)| crosses(documents, &labels));
     if crossing {

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use llama::device::Runtime;
 use rstest::rstest;
 use serde_json::Value;
 
@@ -177,6 +178,13 @@ fn heads_per_stage_that_a_case_does_not_have_fail_that_case() {
 #[case("", "--attention flash", "single, ulysses, upipe")]
 #[case("", "--tile 0", "0 is not in 1..")]
 #[case("", "--attention single --heads-per-stage 2", "leave one of them out")]
+#[case("", "--device vulcan", "did you mean vulkan?")]
+#[case("", "--device flex,flex", "flex is listed twice")]
+#[case(
+    "",
+    "--device cuda:0,cuda:1 --ranks 1",
+    "--device cuda:0,cuda:1 for 1 ranks: use at most as many devices as ranks"
+)]
 #[case("nowhere", "", "give a readable folder")]
 #[case("attention/causal.safetensors", "", "give a readable folder")]
 fn a_request_that_makes_no_sense_exits_2_with_the_remedy(
@@ -190,6 +198,31 @@ fn a_request_that_makes_no_sense_exits_2_with_the_remedy(
     let first = complaint.lines().next().unwrap_or_default();
     assert!(first.contains(remedy), "{complaint}");
     assert!(first.starts_with("error: "), "{complaint}");
+}
+
+/// Not compiled in, or not to be started on this machine; where it starts there is a folder to complain about.
+#[test]
+fn a_device_that_cannot_be_had_exits_2_with_what_is_missing() {
+    for runtime in Runtime::ALL {
+        let output = verify(&reference().join("nowhere"), &format!("--device {runtime}"));
+        let complaint = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{complaint}");
+        let first = complaint.lines().next().unwrap_or_default();
+        let expected = match runtime.is_compiled_in() {
+            false => format!("error: --device: {runtime} is not compiled in: build with --features {runtime}"),
+            true if first.contains("does not start") => runtime.needs().to_owned(),
+            true => "give a readable folder".to_owned(),
+        };
+        assert!(first.contains(&expected) && !complaint.contains("panicked"), "{runtime}: {complaint}");
+    }
+}
+
+#[test]
+fn flex_is_what_runs_without_a_device() {
+    let folder = cases(&["causal", "full"]);
+    let [with, without] = ["--device flex", ""].map(|device| verify(folder.path(), &format!("--ranks 2 {device}")));
+    assert_eq!(text(&with.stdout), text(&without.stdout));
+    assert!(text(&with.stdout).lines().next().unwrap().contains("on flex"));
 }
 
 #[test]
