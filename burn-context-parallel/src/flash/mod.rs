@@ -21,10 +21,14 @@
 //! A mask costs what it leaves: tiles of 96 x 96 scores that it empties are not visited, so that a window takes O(S window) and
 //! documents the sum of their squares. What options cannot say, a dense mask or a bias, is [`reference::dense_attention`]'s, in O(S^2).
 //!
-//! Element types: f32 (with scores beyond 128 in f64, since their rounding would show); f16 and bf16 computed in f32 and rounded once; f64 computed in f64, for checking. Results are
+//! On CubeCL devices the kernels are compiled for the device when they are first used, from one source: a family for processors, in registers, and one for
+//! graphics cards, in shared memory. [`Blueprint`] says how they are cut; the [default](Blueprint::choose) follows from what the device is, with the
+//! feature `autotune` the fastest of those that give the same bits is taken.
+//!
+//! Element types: f32 (with scores beyond 128 in f64, since their rounding would show); f16 and bf16 computed in f32 and rounded once; f64 computed in f64, for checking, on Flex devices only. Results are
 //! the same bits from run to run and on any number of threads.
 //!
-//! Not built yet, and refused: CubeCL devices; a value head dimension other than D.
+//! Not built, and refused: a value head dimension other than D; on CubeCL devices head dimensions beyond 256.
 //!
 //! ```
 //! use burn::tensor::{Device, Distribution, Tensor};
