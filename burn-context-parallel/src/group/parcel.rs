@@ -25,6 +25,7 @@ pub struct Parcel {
 
 /// What a [`Parcel`] holds.
 #[derive(Clone)]
+#[allow(clippy::large_enum_variant, reason = "as large as Burn's handles on the device, and one a message")]
 pub enum Body {
     /// Host memory: all of it, or a window of these bytes.
     Host(Arc<TensorData>, Option<Range<usize>>),

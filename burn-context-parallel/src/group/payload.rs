@@ -123,6 +123,7 @@ fn check(parcel: &Parcel, dims: usize, kind: bool, want: &str) -> Result<()> {
     ))
 }
 
+#[allow(clippy::large_enum_variant, reason = "as large as Burn's handles on the device, and one a message")]
 enum Delivery {
     Here(DispatchTensor),
     Upload(TensorData, Device),

@@ -1,4 +1,8 @@
 //! Kernels in shared memory and two-dimensional blocks of registers, without operations across a plane: for graphics cards of any kind.
+#![allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is one of the compiler of the kernel, the inner one is the kernel's"
+)]
 
 mod config;
 mod forward;

@@ -117,7 +117,7 @@ pub(in super::super) fn rows_forward<E: Float, O: Float, N: Size>(
                     after[w] = most;
                     #[unroll]
                     for c in 0..step {
-                        scores[c * vectors + w] = scores[c * vectors + w] - most;
+                        scores[c * vectors + w] -= most;
                     }
                 }
                 if comptime!(config.exact) {
