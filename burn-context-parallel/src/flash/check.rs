@@ -212,6 +212,49 @@ pub(crate) fn check_untracked<const D: usize>(
     Ok(())
 }
 
+/// Everything that can be wrong with q, k and v as a backend has them.
+#[cfg(any(feature = "flex", feature = "cube"))]
+pub(crate) fn check_primitives<T: TensorMetadata>(
+    operation: &'static str,
+    [q, k, v]: [&T; 3],
+    options: &FlashOptions,
+) -> Result<FlashShape> {
+    row_dtype(operation, q.dtype())?;
+    let dtypes = [q, k, v].map(TensorMetadata::dtype);
+    if dtypes.iter().any(|dtype| *dtype != q.dtype()) {
+        return Err(Error::invalid(operation, format!("q, k and v are {dtypes:?}"), "cast them to one type"));
+    }
+    let mut dims = [[0; 4]; 3];
+    for (dims, tensor) in dims.iter_mut().zip([q, k, v]) {
+        *dims = <[usize; 4]>::try_from(tensor.shape().as_slice()).map_err(|_| {
+            let problem = format!("an input has shape {:?}", tensor.shape());
+            Error::invalid(operation, problem, "give tensors of four dimensions, [B, heads, S, D]")
+        })?;
+    }
+    let shape = FlashShape::of(operation, dims[0], dims[1], dims[2])?;
+    options.check_lengths(operation, shape.batch, shape.q_len, shape.k_len)?;
+    Ok(shape)
+}
+
+/// A gradient, sum or row statistic as a backend has it, beside the inputs: shape and type.
+#[cfg(any(feature = "flex", feature = "cube"))]
+pub(crate) fn check_primitive<T: TensorMetadata>(
+    operation: &'static str,
+    name: &str,
+    tensor: &T,
+    shape: &[usize],
+    dtype: DType,
+) -> Result<()> {
+    if tensor.shape().as_slice() == shape && tensor.dtype() == dtype {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        operation,
+        format!("{name} is {:?} of {:?}", tensor.shape(), tensor.dtype()),
+        format!("give {shape:?} of {dtype:?}"),
+    ))
+}
+
 /// A gradient or row statistic beside the inputs: shape and type.
 pub(crate) fn check_beside<const D: usize>(
     operation: &'static str,

@@ -46,10 +46,19 @@ pub(in super::super) fn check_tensor(
         let problem = format!("{name} has {elements} elements, the device addresses {} at most", i32::MAX);
         return Err(Error::unsupported(operation, problem, "spread the heads or the sequence over more ranks"));
     }
-    if let Some(dim) = shape.as_slice().get(3).filter(|dim| **dim > 0) {
-        options.blueprint.unwrap_or_else(|| Blueprint::choose(&limits, *dim)).check(&limits, *dim)?;
+    if let Some(dim) = shape.as_slice().get(3) {
+        blueprint(&limits, *dim, options)?;
     }
     Ok(())
+}
+
+/// The blueprint for a device and a head dimension: forced or chosen, and checked where there is something to start.
+pub(super) fn blueprint(limits: &DeviceLimits, dim: usize, options: &FlashOptions) -> Result<Blueprint> {
+    let blueprint = options.blueprint.unwrap_or_else(|| Blueprint::choose(limits, dim));
+    if dim > 0 {
+        blueprint.check(limits, dim)?;
+    }
+    Ok(blueprint)
 }
 
 /// The client of a tensor's device.

@@ -17,13 +17,12 @@ use super::block::{BlockConfig, block_forward, block_keys, block_queries};
 use super::delta::row_delta;
 use super::device;
 use super::rows::{RowsConfig, rows_forward, rows_keys, rows_queries};
-use super::table::{Labels, table};
+use super::table::{Labels, expect_lengths, table};
 use crate::Result;
 
 /// One attention on one device, about to be started.
 #[derive(Clone)]
 pub(super) struct Launch {
-    operation: &'static str,
     shape: FlashShape,
     options: FlashOptions,
     limits: DeviceLimits,
@@ -54,13 +53,9 @@ impl Launch {
             cap: options.softcap.unwrap_or(1.0) as f32,
         };
         let limits = device::limits(&q.client);
-        let blueprint = options.blueprint.unwrap_or_else(|| Blueprint::choose(&limits, shape.head_dim));
-        if shape.head_dim > 0 {
-            blueprint.check(&limits, shape.head_dim)?;
-        }
-        // Too long a sequence is refused before anything is started.
-        table(operation, &FlashOptions::full(), &shape, [1, 1])?;
-        Ok(Self { operation, shape, options, limits, blueprint, client: q.client.clone(), dtype: q.dtype(), scalars })
+        let blueprint = device::blueprint(&limits, shape.head_dim, &options)?;
+        expect_lengths(operation, &shape)?;
+        Ok(Self { shape, options, limits, blueprint, client: q.client.clone(), dtype: q.dtype(), scalars })
     }
 
     fn results(&self) -> DType {
@@ -77,7 +72,7 @@ impl Launch {
 
     /// The mask as a buffer, for tiles of so many queries and keys.
     fn table(&self, tiles: [usize; 2]) -> BufferArg {
-        let table = table(self.operation, &self.options, &self.shape, tiles).expect("lengths were checked");
+        let table = table(&self.options, &self.shape, tiles);
         let handle = self.client.create_from_slice(bytemuck::cast_slice(&table));
         // SAFETY: the buffer holds that many numbers.
         unsafe { BufferArg::from_raw_parts(handle, table.len()) }

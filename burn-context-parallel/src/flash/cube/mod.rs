@@ -22,9 +22,9 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::untile;
 use burn_cubecl::tensor::CubeTensor;
 
-use super::check::row_dtype;
-use super::{FlashOps, FlashOptions, FlashShape};
-use crate::{Error, OrRaise, Result};
+use super::check::{check_primitive, check_primitives};
+use super::{FlashOps, FlashOptions};
+use crate::OrRaise;
 
 pub(super) use device::check_tensor;
 pub use device::device_limits;
@@ -39,7 +39,7 @@ impl FlashOps for CubeBackend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let operation = "FlashOps::flash_forward";
         let [q, k, v] = [q, k, v].map(rows_of);
-        let shape = check(operation, [&q, &k, &v], &options).or_raise();
+        let shape = check_primitives(operation, [&q, &k, &v], &options).or_raise();
         Launch::new(operation, shape, &q, options).or_raise().forward(q, k, v)
     }
 
@@ -97,43 +97,14 @@ fn backward(
 ) -> (CubeTensor, CubeTensor, CubeTensor) {
     let [q, k, v, d_out] = inputs.map(rows_of);
     let [lse, delta] = statistics.map(rows_of);
-    let shape = check(operation, [&q, &k, &v], options).or_raise();
+    let shape = check_primitives(operation, [&q, &k, &v], options).or_raise();
     let dtype = q.dtype();
-    beside(operation, "d_out", &d_out, &shape.q(), dtype).or_raise();
-    beside(operation, "lse", &lse, &shape.rows(), DType::F32).or_raise();
-    beside(operation, "delta", &delta, &shape.rows(), DType::F32).or_raise();
+    check_primitive(operation, "d_out", &d_out, &shape.q(), dtype).or_raise();
+    check_primitive(operation, "lse", &lse, &shape.rows(), DType::F32).or_raise();
+    check_primitive(operation, "delta", &delta, &shape.rows(), DType::F32).or_raise();
     let sums = options.result_dtype(dtype);
     for (name, tensor) in ["dk", "dv"].into_iter().zip(onto.iter().flatten()) {
-        beside(operation, name, tensor, &shape.kv(), sums).or_raise();
+        check_primitive(operation, name, tensor, &shape.kv(), sums).or_raise();
     }
     Launch::new(operation, shape, &q, options.clone()).or_raise().backward([q, k, v, d_out], [lse, delta], onto)
-}
-
-fn check(operation: &'static str, [q, k, v]: [&CubeTensor; 3], options: &FlashOptions) -> Result<FlashShape> {
-    row_dtype(operation, q.dtype())?;
-    let dtypes = [q, k, v].map(TensorMetadata::dtype);
-    if dtypes.iter().any(|dtype| *dtype != q.dtype()) {
-        return Err(Error::invalid(operation, format!("q, k and v are {dtypes:?}"), "cast them to one type"));
-    }
-    let mut dims = [[0; 4]; 3];
-    for (dims, tensor) in dims.iter_mut().zip([q, k, v]) {
-        *dims = <[usize; 4]>::try_from(tensor.shape().as_slice()).map_err(|_| {
-            let problem = format!("an input has shape {:?}", tensor.shape());
-            Error::invalid(operation, problem, "give tensors of four dimensions, [B, heads, S, D]")
-        })?;
-    }
-    let shape = FlashShape::of(operation, dims[0], dims[1], dims[2])?;
-    options.check_lengths(operation, shape.batch, shape.q_len, shape.k_len)?;
-    Ok(shape)
-}
-
-fn beside(operation: &'static str, name: &str, tensor: &CubeTensor, shape: &[usize], dtype: DType) -> Result<()> {
-    if tensor.shape().as_slice() == shape && tensor.dtype() == dtype {
-        return Ok(());
-    }
-    Err(Error::invalid(
-        operation,
-        format!("{name} is {:?} of {:?}", tensor.shape(), tensor.dtype()),
-        format!("give {shape:?} of {dtype:?}"),
-    ))
 }

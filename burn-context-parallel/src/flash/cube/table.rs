@@ -65,29 +65,23 @@ impl Labels {
     }
 }
 
-/// The table of one attention, for tiles of so many queries and keys.
+/// Refuses sequences of 2^30 tokens or more, before anything is started.
+pub(super) fn expect_lengths(operation: &'static str, shape: &FlashShape) -> Result<()> {
+    let (queries, keys) = (shape.q_len, shape.k_len);
+    if queries.max(keys) <= LONGEST {
+        return Ok(());
+    }
+    let problem = format!("{queries} queries and {keys} keys on a CubeCL device, whose tokens are counted in 30 bits");
+    Err(Error::unsupported(operation, problem, "spread the sequence over more ranks"))
+}
+
+/// The table of one attention, for tiles of so many queries and keys; the lengths were [checked](expect_lengths).
 ///
 /// # Memory
 ///
 /// `64 + 4 rows (Sq + Sk)` bytes with documents, `4 rows (2 Sq + Sk)` more with positions, 16 per row and tile.
-///
-/// # Errors
-///
-/// A sequence of 2^30 tokens or more.
-pub(super) fn table(
-    operation: &'static str,
-    options: &FlashOptions,
-    shape: &FlashShape,
-    tiles: [usize; 2],
-) -> Result<Vec<i32>> {
+pub(super) fn table(options: &FlashOptions, shape: &FlashShape, tiles: [usize; 2]) -> Vec<i32> {
     let lens = [shape.q_len, shape.k_len];
-    if lens.iter().any(|len| *len > LONGEST) {
-        return Err(Error::unsupported(
-            operation,
-            format!("{} queries and {} keys on a CubeCL device, whose tokens are counted in 30 bits", lens[0], lens[1]),
-            "spread the sequence over more ranks",
-        ));
-    }
     let mut table = vec![0; head::LEN];
     let shift = i128::from(options.q_offset) - i128::from(options.k_offset);
     let clamp = |x: i128| x.clamp(-(1 << 30), 1 << 30) as i32;
@@ -121,7 +115,7 @@ pub(super) fn table(
             append(&mut table, (start, Some(step)), &extremes, lens[side].div_ceil(tiles[side]) * EXTREMES);
         }
     }
-    Ok(table)
+    table
 }
 
 /// Adds a part of rows of `len` numbers, and says in the head where.

@@ -16,10 +16,10 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, bf16, f16};
 use burn_flex::{FlexTensor, Layout};
 
-use super::check::row_dtype;
+use super::check::{check_primitive, check_primitives, row_dtype};
 use super::mask::Mask;
 use super::{FlashOps, FlashOptions, FlashShape};
-use crate::{Error, OrRaise, Result};
+use crate::OrRaise;
 use real::Stored;
 use view::View;
 
@@ -32,7 +32,7 @@ impl FlashOps for Flex {
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let inputs = [&q, &k, &v];
         let operation = "FlashOps::flash_forward";
-        let (shape, dtype) = check(operation, inputs, &options).or_raise();
+        let (shape, dtype) = (check_primitives(operation, inputs, &options).or_raise(), q.dtype());
         let half = options.result_dtype(dtype) == dtype;
         match dtype {
             DType::F64 => forward_of::<f64, f64>(&shape, inputs, &options),
@@ -81,15 +81,15 @@ fn backward_checked(
     options: &FlashOptions,
 ) -> (FlexTensor, FlexTensor, FlexTensor) {
     let [q, k, v, d_out] = inputs;
-    let (shape, dtype) = check(operation, [q, k, v], options).or_raise();
-    beside(operation, "d_out", d_out, &shape.q(), dtype).or_raise();
+    let (shape, dtype) = (check_primitives(operation, [q, k, v], options).or_raise(), q.dtype());
+    check_primitive(operation, "d_out", d_out, &shape.q(), dtype).or_raise();
     let rows = row_dtype(operation, dtype).or_raise();
-    beside(operation, "lse", &lse, &shape.rows(), rows).or_raise();
-    beside(operation, "delta", &delta, &shape.rows(), rows).or_raise();
+    check_primitive(operation, "lse", &lse, &shape.rows(), rows).or_raise();
+    check_primitive(operation, "delta", &delta, &shape.rows(), rows).or_raise();
     if let Some([dk, dv]) = &onto {
         let sums = options.result_dtype(dtype);
-        beside(operation, "dk", dk, &shape.kv(), sums).or_raise();
-        beside(operation, "dv", dv, &shape.kv(), sums).or_raise();
+        check_primitive(operation, "dk", dk, &shape.kv(), sums).or_raise();
+        check_primitive(operation, "dv", dv, &shape.kv(), sums).or_raise();
     }
     let (rows, half) = ([lse, delta], options.result_dtype(dtype) == dtype);
     match dtype {
@@ -180,36 +180,4 @@ fn elements(shape: &[usize]) -> usize {
 
 fn real_bytes(dtype: DType) -> usize {
     if dtype == DType::F64 { 8 } else { 4 }
-}
-
-fn check(operation: &'static str, [q, k, v]: [&FlexTensor; 3], options: &FlashOptions) -> Result<(FlashShape, DType)> {
-    row_dtype(operation, q.dtype())?;
-    let dtypes = [q, k, v].map(FlexTensor::dtype);
-    if dtypes.iter().any(|dtype| *dtype != q.dtype()) {
-        return Err(Error::invalid(operation, format!("q, k and v are {dtypes:?}"), "cast them to one type"));
-    }
-    let mut dims = [[0; 4]; 3];
-    for (dims, tensor) in dims.iter_mut().zip([q, k, v]) {
-        *dims = <[usize; 4]>::try_from(tensor.layout().shape().as_slice()).map_err(|_| {
-            Error::invalid(
-                operation,
-                format!("an input has shape {:?}", tensor.layout().shape()),
-                "give tensors of four dimensions, [B, heads, S, D]",
-            )
-        })?;
-    }
-    let shape = FlashShape::of(operation, dims[0], dims[1], dims[2])?;
-    options.check_lengths(operation, shape.batch, shape.q_len, shape.k_len)?;
-    Ok((shape, q.dtype()))
-}
-
-fn beside(operation: &'static str, name: &str, tensor: &FlexTensor, shape: &[usize], dtype: DType) -> Result<()> {
-    if tensor.layout().shape().as_slice() == shape && tensor.dtype() == dtype {
-        return Ok(());
-    }
-    Err(Error::invalid(
-        operation,
-        format!("{name} is {:?} of {:?}", tensor.layout().shape(), tensor.dtype()),
-        format!("give {shape:?} of {dtype:?}"),
-    ))
 }
