@@ -146,7 +146,9 @@ fn shards_take_less_memory_than_copies() {
         text.lines().last().unwrap().rsplit(',').next().unwrap().parse().unwrap()
     };
     let (copies, shards) = (peak("copies", ""), peak("shards", "--fsdp"));
-    assert!(shards < 0.6 * copies, "{shards} of {copies}");
+    // Three of four are gone, of weights and of both moments at any time; how much of the gradients exists at the peak is timing.
+    let weights = fs::metadata(folder.path().join("copies/model/model.safetensors")).unwrap().len() as f64;
+    assert!(copies - shards > 3.0 * 3.0 * weights, "{shards} with shards, {copies} without, {weights} of weights");
 }
 
 /// Weights that cannot be used are known before anything is written.
