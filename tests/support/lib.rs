@@ -1,5 +1,6 @@
 //! What the property tests share: reproducible data, ranks, and comparisons that say what differed.
 
+mod devices;
 mod modules;
 mod rows;
 
@@ -8,6 +9,7 @@ use std::fmt::Display;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::group::{ProcessGroup, launch};
 
+pub use devices::{device, other_device, skipped};
 pub use modules::{assert_gradients, filled, gradients, norm, summed};
 pub use rows::{Row, batch, number, row};
 

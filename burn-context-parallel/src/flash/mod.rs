@@ -68,7 +68,7 @@ use crate::Result;
 pub use blueprint::{Blueprint, DeviceLimits, Family, Tiles};
 pub use check::FlashShape;
 #[cfg(feature = "cube")]
-pub use cube::device_limits;
+pub use cube::{device_backward_bytes, device_forward_bytes, device_limits};
 pub use merge::merge;
 pub use ops::FlashOps;
 pub use options::FlashOptions;

@@ -1,6 +1,7 @@
 //! What the flash attention tests share: reading reference cases, comparing tensors, random tensors.
 #![allow(dead_code)]
 
+use std::io::{Write, stderr};
 use std::path::PathBuf;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -16,6 +17,12 @@ pub fn device() -> Device {
     return Device::wgpu(burn::tensor::DeviceKind::DefaultDevice);
     #[cfg(not(any(feature = "cpu", feature = "wgpu")))]
     Device::flex()
+}
+
+/// Says that a test, or a part of one, was left out: on standard error itself, which a test that passes does not swallow, and in a form
+/// that is counted.
+pub fn skipped(test: &str, why: &str) {
+    let _ = writeln!(stderr(), "skipped: {test}: {why}");
 }
 
 /// One case of `tests/reference/make_attention.py` of the workspace.

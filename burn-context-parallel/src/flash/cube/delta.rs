@@ -2,6 +2,8 @@
 
 use cubecl::prelude::*;
 
+use super::place;
+
 /// A unit a row, counted over sequences, heads and queries.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub(super) fn row_delta<E: Float, O: Float>(
@@ -22,16 +24,16 @@ pub(super) fn row_delta<E: Float, O: Float>(
     let i = ABSOLUTE_POS % len;
     let b = head_at / heads;
     let h = head_at % heads;
-    let d_at = b * d_out.stride(0) + h * d_out.stride(1) + i * d_out.stride(2);
-    let o_at = b * out.stride(0) + h * out.stride(1) + i * out.stride(2);
+    let d_at = place::row(d_out, b, h, i);
+    let o_at = place::row(out, b, h, i);
     let mut sum = f32::new(0.0);
     for e in 0..dim {
         let d = f32::cast_from(d_out[d_at + e * d_out.stride(3)]);
         sum = fma(d, f32::cast_from(out[o_at + e * out.stride(3)]), sum);
     }
     if comptime!(less) {
-        sum -= d_lse[b * d_lse.stride(0) + h * d_lse.stride(1) + i * d_lse.stride(2)];
+        sum -= d_lse[place::row(d_lse, b, h, i)];
     }
-    let at = b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2);
+    let at = place::row(&*delta, b, h, i);
     delta[at] = sum;
 }

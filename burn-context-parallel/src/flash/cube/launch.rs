@@ -41,6 +41,56 @@ struct Scalars {
     cap: f32,
 }
 
+/// How one kernel is started.
+struct Plan {
+    tiles: Tiles,
+    /// Whether the numbers of each row that is read lie side by side.
+    dense: bool,
+    count: CubeCount,
+    dim: CubeDim,
+    address: AddressType,
+}
+
+/// Starts the kernel of the blueprint's family: two kernels that take the same, but for what they are compiled for.
+macro_rules! start {
+    (
+        $this:ident, $plan:ident, ($rows:ident, $block:ident),
+        reads($($read:ident),+), table($table:ident), writes($($written:ident),+), with($($more:ident)?)
+    ) => {{
+        let Scalars { scale, scale_rest, cap } = $this.scalars;
+        let dtypes = [$this.dtype, $this.results()].map(dtype_to_elem_type);
+        let Plan { tiles, dense, count, dim, address } = $plan;
+        macro_rules! start_one {
+            ($kernel:ident, $config:expr) => {
+                // SAFETY: kernels read and write only inside the shapes of their tensors, which were checked, and inside the table.
+                unsafe {
+                    $kernel::launch_unchecked(
+                        &$this.client,
+                        count,
+                        dim,
+                        address,
+                        tiles.vector,
+                        $($read.into_tensor_arg(),)+
+                        $table,
+                        $($written.into_tensor_arg(),)+
+                        scale,
+                        scale_rest,
+                        cap,
+                        0,
+                        $($more,)?
+                        $config,
+                        dtypes,
+                    )
+                }
+            };
+        }
+        match $this.blueprint.family {
+            Family::Rows => start_one!($rows, $this.rows_config(&tiles, dense)),
+            Family::Block => start_one!($block, $this.block_config(&tiles)),
+        }
+    }};
+}
+
 /// Rows of the other side whose labels share one entry of the table.
 const TILE: usize = 64;
 
@@ -211,14 +261,16 @@ impl Launch {
         }
     }
 
-    /// Units or cubes for `rows` rows of each of `heads` heads, and what address they need.
-    fn grid<const N: usize>(
+    /// How a kernel is started for `rows` rows of each of `heads` heads, reading `read` and writing `written`.
+    fn plan<const N: usize, const M: usize>(
         &self,
         tiles: &Tiles,
-        heads: usize,
-        rows: usize,
-        tensors: [&CubeTensor; N],
-    ) -> (CubeCount, CubeDim, AddressType) {
+        [heads, rows]: [usize; 2],
+        read: [&CubeTensor; N],
+        written: [&CubeTensor; M],
+    ) -> Plan {
+        let all = || read.into_iter().chain(written);
+        let tiles = self.readable(tiles, all());
         let blocks = self.shape.batch * heads * rows.div_ceil(tiles.own);
         let each = match self.blueprint.family {
             Family::Rows => tiles.units,
@@ -227,62 +279,34 @@ impl Launch {
         let address = match self.blueprint.family {
             // What a processor adds to its pointers anyway: sums in 32 bits are a step more.
             Family::Rows if self.limits.wide_addresses => AddressType::U64,
-            _ => address(tensors),
+            _ => address(all()),
         };
-        (cubes(blocks.div_ceil(each)), CubeDim::new_1d(tiles.units as u32), address)
+        Plan {
+            tiles,
+            dense: read.iter().all(|tensor| tensor.meta.strides()[3] == 1),
+            count: cubes(blocks.div_ceil(each)),
+            dim: CubeDim::new_1d(tiles.units as u32),
+            address,
+        }
     }
 
-    /// The blueprint's tiles with a vector that the tensors can be read by: of the family `block`, along the head dimension.
-    fn readable<const N: usize>(&self, tiles: &Tiles, tensors: [&CubeTensor; N]) -> Tiles {
-        let fits = |vector: usize| {
-            tensors.iter().all(|tensor| {
-                let strides = tensor.meta.strides();
-                let offset = tensor.handle.offset_start.unwrap_or(0) as usize / tensor.dtype.size();
-                strides[3] == 1 && strides[..3].iter().chain([&offset]).all(|stride| stride.is_multiple_of(vector))
-            })
+    /// The tiles with a vector that the tensors can be read by: of the family `block`, along the head dimension.
+    fn readable<'a>(&self, tiles: &Tiles, mut tensors: impl Iterator<Item = &'a CubeTensor>) -> Tiles {
+        let fits = |tensor: &CubeTensor| {
+            let strides = tensor.meta.strides();
+            let offset = tensor.handle.offset_start.unwrap_or(0) as usize / tensor.dtype.size();
+            strides[3] == 1 && strides[..3].iter().chain([&offset]).all(|stride| stride.is_multiple_of(tiles.vector))
         };
         match self.blueprint.family {
-            Family::Block if !fits(tiles.vector) => Tiles { vector: 1, ..*tiles },
+            Family::Block if !tensors.all(fits) => Tiles { vector: 1, ..*tiles },
             _ => *tiles,
         }
     }
 
     fn start_forward(&self, tiles: &Tiles, [q, k, v]: [CubeTensor; 3], [out, lse]: [CubeTensor; 2]) {
-        let (tiles, dense) = (self.readable(tiles, [&q, &k, &v, &out]), is_dense([&q, &k, &v]));
-        let (count, dim, address) = self.grid(&tiles, self.shape.q_heads, self.shape.q_len, [&q, &k, &v, &out]);
-        let Scalars { scale, scale_rest, cap } = self.scalars;
-        let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
-        let table = self.table([tiles.own, self.tile(&tiles)]);
-        macro_rules! start {
-            ($kernel:ident, $config:expr) => {
-                // SAFETY: kernels read and write only inside the shapes of their tensors, which were checked, and inside the table.
-                unsafe {
-                    $kernel::launch_unchecked(
-                        &self.client,
-                        count,
-                        dim,
-                        address,
-                        tiles.vector,
-                        q.into_tensor_arg(),
-                        k.into_tensor_arg(),
-                        v.into_tensor_arg(),
-                        table,
-                        out.into_tensor_arg(),
-                        lse.into_tensor_arg(),
-                        scale,
-                        scale_rest,
-                        cap,
-                        0,
-                        $config,
-                        dtypes,
-                    )
-                }
-            };
-        }
-        match self.blueprint.family {
-            Family::Rows => start!(rows_forward, self.rows_config(&tiles, dense)),
-            Family::Block => start!(block_forward, self.block_config(&tiles)),
-        }
+        let plan = self.plan(tiles, [self.shape.q_heads, self.shape.q_len], [&q, &k, &v], [&out]);
+        let table = self.table([plan.tiles.own, self.tile(&plan.tiles)]);
+        start!(self, plan, (rows_forward, block_forward), reads(q, k, v), table(table), writes(out, lse), with());
     }
 
     fn start_queries(
@@ -292,43 +316,17 @@ impl Launch {
         [lse, delta]: [CubeTensor; 2],
         dq: CubeTensor,
     ) {
-        let (tiles, dense) = (self.readable(tiles, [&q, &k, &v, &d_out, &dq]), is_dense([&q, &k, &v, &d_out]));
-        let (count, dim, address) = self.grid(&tiles, self.shape.q_heads, self.shape.q_len, [&q, &k, &v, &d_out, &dq]);
-        let Scalars { scale, scale_rest, cap } = self.scalars;
-        let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
-        let table = self.table([tiles.own, self.tile(&tiles)]);
-        macro_rules! start {
-            ($kernel:ident, $config:expr) => {
-                // SAFETY: as in `start_forward`.
-                unsafe {
-                    $kernel::launch_unchecked(
-                        &self.client,
-                        count,
-                        dim,
-                        address,
-                        tiles.vector,
-                        q.into_tensor_arg(),
-                        k.into_tensor_arg(),
-                        v.into_tensor_arg(),
-                        d_out.into_tensor_arg(),
-                        lse.into_tensor_arg(),
-                        delta.into_tensor_arg(),
-                        table,
-                        dq.into_tensor_arg(),
-                        scale,
-                        scale_rest,
-                        cap,
-                        0,
-                        $config,
-                        dtypes,
-                    )
-                }
-            };
-        }
-        match self.blueprint.family {
-            Family::Rows => start!(rows_queries, self.rows_config(&tiles, dense)),
-            Family::Block => start!(block_queries, self.block_config(&tiles)),
-        }
+        let plan = self.plan(tiles, [self.shape.q_heads, self.shape.q_len], [&q, &k, &v, &d_out], [&dq]);
+        let table = self.table([plan.tiles.own, self.tile(&plan.tiles)]);
+        start!(
+            self,
+            plan,
+            (rows_queries, block_queries),
+            reads(q, k, v, d_out, lse, delta),
+            table(table),
+            writes(dq),
+            with()
+        );
     }
 
     fn start_keys(
@@ -339,46 +337,17 @@ impl Launch {
         [dk, dv]: [CubeTensor; 2],
         onto: bool,
     ) {
-        let (tiles, dense) = (self.readable(tiles, [&q, &k, &v, &d_out, &dk, &dv]), is_dense([&q, &k, &v, &d_out]));
-        let (count, dim, address) =
-            self.grid(&tiles, self.shape.kv_heads, self.shape.k_len, [&q, &k, &v, &d_out, &dk, &dv]);
-        let Scalars { scale, scale_rest, cap } = self.scalars;
-        let dtypes = [self.dtype, self.results()].map(dtype_to_elem_type);
-        let table = self.table([self.tile(&tiles), tiles.own]);
-        macro_rules! start {
-            ($kernel:ident, $config:expr) => {
-                // SAFETY: as in `start_forward`.
-                unsafe {
-                    $kernel::launch_unchecked(
-                        &self.client,
-                        count,
-                        dim,
-                        address,
-                        tiles.vector,
-                        q.into_tensor_arg(),
-                        k.into_tensor_arg(),
-                        v.into_tensor_arg(),
-                        d_out.into_tensor_arg(),
-                        lse.into_tensor_arg(),
-                        delta.into_tensor_arg(),
-                        table,
-                        dk.into_tensor_arg(),
-                        dv.into_tensor_arg(),
-                        scale,
-                        scale_rest,
-                        cap,
-                        0,
-                        onto,
-                        $config,
-                        dtypes,
-                    )
-                }
-            };
-        }
-        match self.blueprint.family {
-            Family::Rows => start!(rows_keys, self.rows_config(&tiles, dense)),
-            Family::Block => start!(block_keys, self.block_config(&tiles)),
-        }
+        let plan = self.plan(tiles, [self.shape.kv_heads, self.shape.k_len], [&q, &k, &v, &d_out], [&dk, &dv]);
+        let table = self.table([self.tile(&plan.tiles), plan.tiles.own]);
+        start!(
+            self,
+            plan,
+            (rows_keys, block_keys),
+            reads(q, k, v, d_out, lse, delta),
+            table(table),
+            writes(dk, dv),
+            with(onto)
+        );
     }
 }
 
@@ -421,10 +390,6 @@ fn cubes(count: usize) -> CubeCount {
     CubeCount::Static(count.div_ceil(rows) as u32, rows as u32, 1)
 }
 
-fn is_dense<const N: usize>(tensors: [&CubeTensor; N]) -> bool {
-    tensors.iter().all(|tensor| tensor.meta.strides()[3] == 1)
-}
-
-fn address<const N: usize>(tensors: [&CubeTensor; N]) -> AddressType {
+fn address<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
     tensors.into_iter().map(CubeTensor::required_address_type).max().unwrap_or_default()
 }

@@ -1,19 +1,27 @@
 //! Flash attention for CubeCL devices: one source, compiled for each of them when it is first used.
 //!
-//! `table` is the mask as numbers, `sight` reads it in kernels, `score` is the arithmetic that all kernels share, `rows` and `block`
-//! are the two families of kernels, `delta` their prepass, `launch` starts them, `fused` puts them among deferred operations.
+//! `table` is the mask as numbers, `sight` reads it in kernels, `place` says where rows lie, `score` is the arithmetic that all kernels
+//! share, `rows` and `block` are the two families of kernels, `delta` their prepass, `launch` starts them, `memory` is what they hold, `fused` puts them among
+//! deferred operations.
 
 mod block;
 mod delta;
 mod device;
 mod fused;
 mod launch;
+mod memory;
+mod place;
 mod rows;
 mod score;
 mod sight;
 mod table;
 #[cfg(feature = "autotune")]
 mod tune;
+
+#[cfg(all(test, feature = "cpu"))]
+mod far;
+#[cfg(all(test, feature = "offline-cuda"))]
+mod offline;
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
@@ -29,6 +37,7 @@ use crate::OrRaise;
 pub(super) use device::check_tensor;
 pub use device::device_limits;
 use launch::Launch;
+pub use memory::{device_backward_bytes, device_forward_bytes};
 
 impl FlashOps for CubeBackend {
     fn flash_forward(

@@ -46,9 +46,17 @@ impl Adaptor<LossInput> for TokenOutput {
     fn adapt(&self) -> LossInput {
         LossInput::new(match self.lazy_loss() {
             Loss::Share(share) => *share,
-            Loss::Mean(mean) => Tensor::from_floats([mean], &Device::default()),
+            Loss::Mean(mean) => Tensor::from_floats([mean], &near()),
         })
     }
+}
+
+/// A device that a number which is here already need not wake a GPU for.
+fn near() -> Device {
+    #[cfg(feature = "flex")]
+    return Device::flex();
+    #[cfg(not(feature = "flex"))]
+    Device::default()
 }
 
 /// A sum over targets, and how many.

@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::super::place;
 use super::super::score::{FLOOR, HIDDEN, bend, is_large};
 use super::super::sight;
 use super::config::BlockConfig;
@@ -167,7 +168,7 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
         let i = first + y * m + r;
         if x == 0usize && i < q_len {
             // The logarithm of 0 is minus infinity on every device, where a constant is not.
-            let at = b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2);
+            let at = place::row(&*lse, b, h, i);
             lse[at] = largest[r] + sum.ln();
         }
     }

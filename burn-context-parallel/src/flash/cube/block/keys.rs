@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::super::place;
 use super::super::score::{bend, is_large, slope};
 use super::super::sight;
 use super::config::BlockConfig;
@@ -91,8 +92,8 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                     let least = sight::low(table, b, i, labels);
                     let limit = select(asked < q_len, sight::high(table, b, i, k_len, labels), i32::new(-1));
                     let asking = sight::q_document(table, b, i, labels);
-                    let whole = lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)];
-                    let row_delta = delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)];
+                    let whole = lse[place::row(lse, b, h, i)];
+                    let row_delta = delta[place::row(delta, b, h, i)];
                     let large = is_large(whole);
                     #[unroll]
                     for r in 0..m {

@@ -14,3 +14,5 @@ pub(super) use config::BlockConfig;
 pub(super) use forward::block_forward;
 pub(super) use keys::block_keys;
 pub(super) use queries::block_queries;
+#[cfg(all(test, feature = "cpu"))]
+pub(super) use tile::{row_at, rows};

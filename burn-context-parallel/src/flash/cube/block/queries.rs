@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::super::place;
 use super::super::score::{bend, is_large, slope};
 use super::super::sight;
 use super::config::BlockConfig;
@@ -71,8 +72,8 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
         least[r] = sight::low(table, b, i, labels);
         limit[r] = sight::high(table, b, i, k_len, labels);
         document[r] = sight::q_document(table, b, i, labels);
-        whole[r] = lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)];
-        deltas[r] = delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)];
+        whole[r] = lse[place::row(lse, b, h, i)];
+        deltas[r] = delta[place::row(delta, b, h, i)];
     }
 
     let begin = sight::first_key(table, first, k_len, labels);

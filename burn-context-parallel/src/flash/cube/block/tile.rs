@@ -2,12 +2,13 @@
 
 use cubecl::prelude::*;
 
+use super::super::place;
 use super::super::score::{add_product, scaled};
 use super::config::BlockConfig;
 
 /// Where a tensor's rows of one head lie: in vectors.
 #[derive(CubeType, Clone, Copy)]
-pub(super) struct Rows {
+pub(in super::super) struct Rows {
     base: usize,
     row: usize,
     column: usize,
@@ -16,10 +17,10 @@ pub(super) struct Rows {
 
 /// The rows of head `h` of sequence `b`.
 #[cube]
-pub(super) fn rows<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, b: usize, h: usize) -> Rows {
+pub(in super::super) fn rows<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, b: usize, h: usize) -> Rows {
     let n = N::value();
     Rows {
-        base: (b * tensor.stride(0) + h * tensor.stride(1)) / n,
+        base: place::head(tensor, b, h) / n,
         row: tensor.stride(2) / n,
         column: tensor.stride(3),
         len: tensor.shape(2),
@@ -191,7 +192,7 @@ pub(super) fn exactly<E: Float, N: Size>(
 
 /// Where row `i` begins.
 #[cube]
-pub(super) fn row_at(rows: &Rows, i: usize) -> usize {
+pub(in super::super) fn row_at(rows: &Rows, i: usize) -> usize {
     rows.base + i * rows.row
 }
 
@@ -220,7 +221,7 @@ pub(super) fn write<O: Float, N: Size>(
     let x = UNIT_POS as usize % side;
     let y = UNIT_POS as usize / side;
     let n = N::value();
-    let base = (b * to.stride(0) + h * to.stride(1)) / n;
+    let base = place::head(&*to, b, h) / n;
     let row = to.stride(2) / n;
     let len = to.shape(2);
     #[unroll]

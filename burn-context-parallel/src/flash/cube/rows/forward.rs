@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::super::place;
 use super::super::score::{HIDDEN, bend};
 use super::super::sight;
 use super::config::RowsConfig;
@@ -40,11 +41,11 @@ pub(in super::super) fn rows_forward<E: Float, O: Float, N: Size>(
     let b = head_at / heads;
     let h = head_at % heads;
     let g = h / (heads / k.shape(1));
-    let k_base = b * k.stride(0) + g * k.stride(1);
-    let v_base = b * v.stride(0) + g * v.stride(1);
+    let k_base = place::head(k, b, g);
+    let v_base = place::head(v, b, g);
 
     let mut queries = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
-    tile::transpose::<E, N>(q, b * q.stride(0) + h * q.stride(1), first, q_len, &mut queries, config);
+    tile::transpose::<E, N>(q, place::head(q, b, h), first, q_len, &mut queries, config);
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
     tile::clear::<N>(&mut sums, config);
 
@@ -186,12 +187,12 @@ pub(in super::super) fn rows_forward<E: Float, O: Float, N: Size>(
         for lane in 0..N::value() {
             let i = first + w * N::value() + lane;
             if i < q_len {
-                let at = b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2);
+                let at = place::row(&*lse, b, h, i);
                 // The logarithm of 0 is minus infinity on every device, where a constant is not.
                 lse[at] = largest[w].extract(lane) + total[w].extract(lane).ln();
             }
         }
     }
-    let base = b * out.stride(0) + h * out.stride(1);
+    let base = place::head(&*out, b, h);
     tile::write::<O, N>(&sums, &factor, out, base, first, q_len, false, config);
 }

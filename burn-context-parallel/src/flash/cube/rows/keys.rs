@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::super::place;
 use super::super::score::{bend, is_large, slope};
 use super::super::sight;
 use super::config::RowsConfig;
@@ -47,9 +48,9 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
     let g = head_at % kv_heads;
 
     let mut keys = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
-    tile::transpose::<E, N>(k, b * k.stride(0) + g * k.stride(1), first, k_len, &mut keys, config);
+    tile::transpose::<E, N>(k, place::head(k, b, g), first, k_len, &mut keys, config);
     let mut values = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
-    tile::transpose::<E, N>(v, b * v.stride(0) + g * v.stride(1), first, k_len, &mut values, config);
+    tile::transpose::<E, N>(v, place::head(v, b, g), first, k_len, &mut values, config);
     let mut dk_sums = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
     tile::clear::<N>(&mut dk_sums, config);
     let mut dv_sums = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
@@ -80,8 +81,8 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
     let tile = comptime!(config.tile);
     for of_group in 0..group {
         let h = g * group + of_group;
-        let q_base = b * q.stride(0) + h * q.stride(1);
-        let d_base = b * d_out.stride(0) + h * d_out.stride(1);
+        let q_base = place::head(q, b, h);
+        let d_base = place::head(d_out, b, h);
         for t in begin / tile..end.div_ceil(tile) {
             if sight::meet(table, b, t, block, labels) {
                 let from = max(t * tile, begin) / step;
@@ -96,7 +97,7 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                     if comptime!(config.exact && !config.softcap) {
                         for c in 0..step {
                             let i = min(i0 + c, q_len - 1);
-                            let row_lse = lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)];
+                            let row_lse = lse[place::row(lse, b, h, i)];
                             if is_large(row_lse) {
                                 #[unroll]
                                 for w in 0..vectors {
@@ -119,8 +120,8 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                         let limit =
                             Vector::<i32, N>::new(select(there, sight::high(table, b, i, k_len, labels), i32::new(-1)));
                         let d = Vector::<i32, N>::new(sight::q_document(table, b, i, labels));
-                        let row_lse = lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)];
-                        let row_delta = delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)];
+                        let row_lse = lse[place::row(lse, b, h, i)];
+                        let row_delta = delta[place::row(delta, b, h, i)];
                         let whole = Vector::<f32, N>::new(row_lse);
                         let large = is_large(row_lse);
                         #[unroll]
@@ -153,8 +154,8 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
             }
         }
     }
-    let dk_base = b * dk.stride(0) + g * dk.stride(1);
-    let dv_base = b * dv.stride(0) + g * dv.stride(1);
+    let dk_base = place::head(&*dk, b, g);
+    let dv_base = place::head(&*dv, b, g);
     tile::write::<O, N>(&dk_sums, &factor, dk, dk_base, first, k_len, onto, config);
     tile::write::<O, N>(&dv_sums, &one, dv, dv_base, first, k_len, onto, config);
 }

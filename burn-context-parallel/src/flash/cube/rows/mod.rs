@@ -10,3 +10,5 @@ pub(super) use config::RowsConfig;
 pub(super) use forward::rows_forward;
 pub(super) use keys::rows_keys;
 pub(super) use queries::rows_queries;
+#[cfg(all(test, feature = "cpu"))]
+pub(super) use tile::starts;

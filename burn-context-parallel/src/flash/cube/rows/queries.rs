@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::super::place;
 use super::super::score::{bend, slope};
 use super::super::sight;
 use super::config::RowsConfig;
@@ -42,13 +43,13 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
     let b = head_at / heads;
     let h = head_at % heads;
     let g = h / (heads / k.shape(1));
-    let k_base = b * k.stride(0) + g * k.stride(1);
-    let v_base = b * v.stride(0) + g * v.stride(1);
+    let k_base = place::head(k, b, g);
+    let v_base = place::head(v, b, g);
 
     let mut queries = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
-    tile::transpose::<E, N>(q, b * q.stride(0) + h * q.stride(1), first, q_len, &mut queries, config);
+    tile::transpose::<E, N>(q, place::head(q, b, h), first, q_len, &mut queries, config);
     let mut given = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
-    tile::transpose::<E, N>(d_out, b * d_out.stride(0) + h * d_out.stride(1), first, q_len, &mut given, config);
+    tile::transpose::<E, N>(d_out, place::head(d_out, b, h), first, q_len, &mut given, config);
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(config.dim * vectors));
     tile::clear::<N>(&mut sums, config);
 
@@ -72,8 +73,8 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
             some_low.insert(lane, sight::low(table, b, i, labels));
             some_high.insert(lane, sight::high(table, b, i, k_len, labels));
             some_document.insert(lane, sight::q_document(table, b, i, labels));
-            some_lse.insert(lane, lse[b * lse.stride(0) + h * lse.stride(1) + i * lse.stride(2)]);
-            some_delta.insert(lane, delta[b * delta.stride(0) + h * delta.stride(1) + i * delta.stride(2)]);
+            some_lse.insert(lane, lse[place::row(lse, b, h, i)]);
+            some_delta.insert(lane, delta[place::row(delta, b, h, i)]);
         }
         least[w] = some_low;
         limit[w] = some_high;
@@ -151,6 +152,6 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
     for w in 0..vectors {
         factor[w] = Vector::new(scale);
     }
-    let base = b * dq.stride(0) + h * dq.stride(1);
+    let base = place::head(&*dq, b, h);
     tile::write::<O, N>(&sums, &factor, dq, base, first, q_len, false, config);
 }

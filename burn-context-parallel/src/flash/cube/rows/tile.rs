@@ -51,7 +51,7 @@ pub(super) fn clear<N: Size>(sums: &mut Array<Vector<f32, N>>, #[comptime] confi
 
 /// Where `step` rows from `first` on begin; rows beyond the last are the last.
 #[cube]
-pub(super) fn starts<E: Float>(
+pub(in super::super) fn starts<E: Float>(
     tensor: &Tensor<E>,
     base: usize,
     first: usize,

@@ -1,0 +1,246 @@
+//! Every kernel compiled for NVIDIA's devices, without one: expanded, lowered to PTX, and where the assembler is installed assembled, with its
+//! registers and spills.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+
+use cubecl::Runtime;
+use cubecl::ir::*;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use cubecl::zspace::{shape, strides};
+use cubecl_common::device::{DeviceId, ServiceId};
+use cubecl_cpp::cuda::arch::CudaArchitecture;
+use cubecl_cpp::shared::{CompilationOptions, CppSupportedFeatures};
+use cubecl_cuda::compiler::{CudaBackend, CudaCompilationOptions, CudaCompiler, CudaRepresentation};
+use cubecl_llvm::nvptx::ptx_version::PtxVersion;
+use cubecl_llvm::shared::lowered_features::{GpuTarget, restrict_features};
+use rstest::rstest;
+
+use super::super::blueprint::{Blueprint, DeviceLimits};
+use super::block::{BlockConfig, block_forward, block_keys, block_queries};
+use super::delta::row_delta;
+use super::table::Labels;
+
+/// Two generations, the oldest with bf16 and the newest that CubeCL's compiler aims at.
+const GENERATIONS: [u32; 2] = [80, 90];
+
+fn properties(generation: u32) -> DeviceProperties {
+    let hardware = HardwareProperties {
+        load_width: 128,
+        vector_register_count: None,
+        plane_size_min: 32,
+        plane_size_max: 32,
+        max_bindings: 1024,
+        max_shared_memory_size: 48 << 10,
+        max_cube_count: (i32::MAX as u32, 65535, 65535),
+        max_units_per_cube: 1024,
+        max_cube_dim: (1024, 1024, 64),
+        num_streaming_multiprocessors: Some(132),
+        num_cpu_cores: None,
+        last_level_cache_size: None,
+        num_tensor_cores: Some(4),
+        min_tensor_cores_dim: Some(8),
+        max_vector_size: VectorSize::MAX,
+        cube_mma_reserved_shared_memory: 0,
+    };
+    let identity =
+        DeviceIdentity { name: "offline".into(), fingerprint: format!("offline_{generation}"), physical: None };
+    let memory = MemoryDeviceProperties::new(1 << 34, 512);
+    let mut properties =
+        DeviceProperties::new(Default::default(), memory, hardware, cubecl::profile::TimingMethod::Device, identity);
+    cubecl_cpp::register_supported_types(&mut properties);
+    restrict_features(&mut properties, GpuTarget::Nvptx);
+    properties
+}
+
+/// Compiles a kernel; with the assembler, its registers and bytes of spills.
+fn compile(name: &str, generation: u32, kernel: impl CubeKernel) -> Option<(usize, usize)> {
+    let definition = cubecl::define_kernel(&kernel).unwrap_or_else(|error| panic!("{name}: {error:?}"));
+    let options = CudaCompilationOptions {
+        cpp: CompilationOptions {
+            warp_size: 32,
+            supports_features: CppSupportedFeatures { fast_math: true, grid_constants: true, ..Default::default() },
+            ..Default::default()
+        },
+        arch: Some(nvidia::SmArch::new(generation, true)),
+        ptx_version: PtxVersion::for_driver(12090),
+    };
+    let made = CudaCompiler::new(CudaBackend::Llvm).compile(definition, &options);
+    let CudaRepresentation::Llvm(made) = made.unwrap_or_else(|error| panic!("{name}: {error:?}")) else {
+        panic!("{name}: not compiled by LLVM");
+    };
+    let ptx: Vec<u8> = made.ptx.iter().take_while(|c| **c != 0).map(|c| *c as u8).collect();
+    assert!(!ptx.is_empty());
+    let assembler = assembler()?;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("kernel.ptx");
+    std::fs::write(&file, ptx).unwrap();
+    let output = Command::new(assembler)
+        .args(["-v", &format!("-arch=sm_{generation}"), "-o", "/dev/null"])
+        .arg(&file)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{name}: {said}");
+    let number = |before: &str| -> usize {
+        let words: Vec<&str> = said.split_whitespace().collect();
+        let at = said.find(before).unwrap_or_else(|| panic!("{name}: no {before} in {words:?}"));
+        said[..at].split_whitespace().next_back().unwrap().parse().unwrap()
+    };
+    Some((number(" registers"), number(" bytes spill stores") + number(" bytes spill loads")))
+}
+
+/// `ptxas` of a CUDA toolkit, if there is one: in the toolkit's folder, or on the path.
+fn assembler() -> Option<PathBuf> {
+    let toolkit = std::env::var_os("CUDA_PATH").map(|folder| PathBuf::from(folder).join("bin/ptxas"));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    toolkit
+        .into_iter()
+        .chain(std::env::split_paths(&path).map(|folder| folder.join("ptxas")))
+        .find(|file| file.is_file())
+}
+
+/// A tensor of no device.
+fn tensor(shape: [usize; 4], size: usize) -> TensorArg {
+    let [b, h, s, d] = shape;
+    let service = ServiceId { device: DeviceId { type_id: 0, index_id: 0 }, service: std::any::TypeId::of::<()>() };
+    let handle = Handle::new(service, cubecl_environment::stream::StreamId::current(), (b * h * s * d * size) as u64);
+    // SAFETY: the handle is as long as the shape says; nothing is started.
+    unsafe { TensorArg::from_raw_parts(handle, strides![h * s * d, s * d, d, 1], shape![b, h, s, d]) }
+}
+
+fn numbers(len: usize) -> BufferArg {
+    let service = ServiceId { device: DeviceId { type_id: 0, index_id: 0 }, service: std::any::TypeId::of::<()>() };
+    let handle = Handle::new(service, cubecl_environment::stream::StreamId::current(), (len * 4) as u64);
+    // SAFETY: as above.
+    unsafe { BufferArg::from_raw_parts(handle, len) }
+}
+
+#[rstest]
+fn block_kernels_compile_without_spills(
+    #[values(8, 64, 96, 128, 256)] dim: usize,
+    #[values("f32", "f16", "bf16")] dtype: &str,
+    #[values(false, true)] all: bool,
+) {
+    let (element, size) = match dtype {
+        "f32" => (f32::elem_type_native(), 4),
+        "f16" => (half::f16::elem_type_native(), 2),
+        _ => (half::bf16::elem_type_native(), 2),
+    };
+    for generation in GENERATIONS {
+        let device = Arc::new(properties(generation));
+        let target = Arc::new(cubecl_cuda::CudaRuntime::target_properties());
+        let limits = DeviceLimits {
+            plane: 32,
+            units: 1024,
+            vector: 4,
+            shared_bytes: device.hardware.max_shared_memory_size,
+            bindings: 1024,
+            wide_addresses: true,
+        };
+        let blueprint = Blueprint::choose(&limits, dim);
+        blueprint.check(&limits, dim).unwrap();
+        let labels = Labels { documents: all, positions: all };
+        let (q, rows) = ([1, 4, 1024, dim], [1, 4, 1024, 1]);
+        let config = |tiles| BlockConfig::new(dim, tiles, labels, all, size == 4 && !all);
+        let units = |tiles: &super::super::blueprint::Tiles| CubeDim::new_1d(tiles.units as u32);
+        let count = CubeCount::Static(1, 1, 1);
+        // Past 2^31 elements, too.
+        let address = if all { AddressType::U64 } else { AddressType::U32 };
+        let forward = block_forward::create_dummy_kernel(
+            device.clone(),
+            target.clone(),
+            count.clone(),
+            units(&blueprint.forward),
+            address,
+            blueprint.forward.vector,
+            tensor(q, size),
+            tensor(q, size),
+            tensor(q, size),
+            numbers(64),
+            tensor(q, size),
+            tensor(rows, 4),
+            0.1,
+            0.0,
+            1.0,
+            0,
+            config(&blueprint.forward),
+            [element, element],
+        );
+        let queries = block_queries::create_dummy_kernel(
+            device.clone(),
+            target.clone(),
+            count.clone(),
+            units(&blueprint.queries),
+            address,
+            blueprint.queries.vector,
+            tensor(q, size),
+            tensor(q, size),
+            tensor(q, size),
+            tensor(q, size),
+            tensor(rows, 4),
+            tensor(rows, 4),
+            numbers(64),
+            tensor(q, size),
+            0.1,
+            0.0,
+            1.0,
+            0,
+            config(&blueprint.queries),
+            [element, element],
+        );
+        let keys = block_keys::create_dummy_kernel(
+            device.clone(),
+            target.clone(),
+            count.clone(),
+            units(&blueprint.keys),
+            address,
+            blueprint.keys.vector,
+            tensor(q, size),
+            tensor(q, size),
+            tensor(q, size),
+            tensor(q, size),
+            tensor(rows, 4),
+            tensor(rows, 4),
+            numbers(64),
+            tensor(q, size),
+            tensor(q, size),
+            0.1,
+            0.0,
+            1.0,
+            0,
+            all,
+            config(&blueprint.keys),
+            [element, element],
+        );
+        let delta = row_delta::create_dummy_kernel(
+            device.clone(),
+            target.clone(),
+            count,
+            CubeDim::new_1d(64),
+            address,
+            tensor(q, size),
+            tensor(q, size),
+            tensor(rows, 4),
+            tensor(rows, 4),
+            all,
+            [element, element],
+        );
+        let found = [
+            ("forward", compile("forward", generation, forward)),
+            ("dq", compile("dq", generation, queries)),
+            ("dk and dv", compile("dk and dv", generation, keys)),
+            ("delta", compile("delta", generation, delta)),
+        ];
+        for (name, found) in found {
+            if let Some((registers, spills)) = found {
+                println!(
+                    "sm_{generation} {dtype} D {dim} labels {all}: {name} {registers} registers, {spills} bytes of spills"
+                );
+                assert_eq!(spills, 0, "{name}");
+            }
+        }
+    }
+}
