@@ -1,6 +1,6 @@
 //! Places beyond 2^31 and 2^32 numbers, computed by the functions that kernels compute them with: in a kernel, of tensors that nobody has.
 
-use cubecl::Runtime;
+use cubecl::Device;
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 use cubecl::zspace::{shape, strides};
@@ -23,7 +23,8 @@ fn places<N: Size>(
     let h = asked[ABSOLUTE_POS * 3 + 1] as usize;
     let i = asked[ABSOLUTE_POS * 3 + 2] as usize;
     let plain = place::row(one, b, h, i);
-    let stepped = rows::starts::<f32>(one, place::head(one, b, h), i, one.shape(2), config)[0];
+    let starts = rows::starts::<f32>(one, place::head(one, b, h), i, one.shape(2), config);
+    let stepped = starts[0];
     let vectors = block::row_at(&block::rows::<f32, N>(many, b, h), i);
     let at = ABSOLUTE_POS * 6;
     said[at] = u32::cast_from(plain % 65536);
@@ -36,7 +37,7 @@ fn places<N: Size>(
 
 #[test]
 fn rows_beyond_32_bits_are_found() {
-    let client = cubecl::cpu::CpuRuntime::client(&Default::default());
+    let client = Device::Cpu(Default::default()).client();
     let (heads, len, dim) = (7usize, 3_000_000usize, 256usize);
     let strides = [heads * len * dim, dim, heads * dim];
     let asked = [[0, 0, 0], [0, 6, 2_999_999], [1, 0, 0], [1, 3, 1_234_567], [2, 6, 2_999_999], [0, 0, 1_198_373]];

@@ -1,21 +1,22 @@
 //! Every kernel compiled for NVIDIA's devices, without one: expanded, lowered to PTX, and where the assembler is installed assembled, with its
 //! registers and spills.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
-use cubecl::Runtime;
+use cubecl::Compiler;
 use cubecl::ir::*;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{shape, strides};
 use cubecl_common::device::{DeviceId, ServiceId};
-use cubecl_cpp::cuda::arch::CudaArchitecture;
 use cubecl_cpp::shared::{CompilationOptions, CppSupportedFeatures};
 use cubecl_cuda::compiler::{CudaBackend, CudaCompilationOptions, CudaCompiler, CudaRepresentation};
 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
 use cubecl_llvm::shared::lowered_features::{GpuTarget, restrict_features};
+use cubecl_runtime::runtime::Runtime;
 use rstest::rstest;
 
 use super::super::blueprint::{Blueprint, DeviceLimits};
@@ -23,8 +24,18 @@ use super::block::{BlockConfig, block_forward, block_keys, block_queries};
 use super::delta::row_delta;
 use super::table::Labels;
 
-/// Two generations, the oldest with bf16 and the newest that CubeCL's compiler aims at.
-const GENERATIONS: [u32; 2] = [80, 90];
+/// A generation of NVIDIA's GPUs; those with an `a` have what only they have.
+#[derive(Clone, Copy)]
+struct Generation(u32, &'static str);
+
+/// The oldest with bf16, and Hopper.
+const GENERATIONS: [Generation; 2] = [Generation(80, ""), Generation(90, "a")];
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}{}", self.0, self.1)
+    }
+}
 
 fn properties(generation: u32) -> DeviceProperties {
     let hardware = HardwareProperties {
@@ -56,7 +67,7 @@ fn properties(generation: u32) -> DeviceProperties {
 }
 
 /// Compiles a kernel; with the assembler, its registers and bytes of spills.
-fn compile(name: &str, generation: u32, kernel: impl CubeKernel) -> Option<(usize, usize)> {
+fn compile(name: &str, generation: Generation, kernel: impl CubeKernel) -> Option<(usize, usize)> {
     let definition = cubecl::define_kernel(&kernel).unwrap_or_else(|error| panic!("{name}: {error:?}"));
     let options = CudaCompilationOptions {
         cpp: CompilationOptions {
@@ -64,7 +75,7 @@ fn compile(name: &str, generation: u32, kernel: impl CubeKernel) -> Option<(usiz
             supports_features: CppSupportedFeatures { fast_math: true, grid_constants: true, ..Default::default() },
             ..Default::default()
         },
-        arch: Some(nvidia::SmArch::new(generation, true)),
+        arch: Some(nvidia::SmArch::new(generation.0, !generation.1.is_empty())),
         ptx_version: PtxVersion::for_driver(12090),
     };
     let made = CudaCompiler::new(CudaBackend::Llvm).compile(definition, &options);
@@ -78,7 +89,7 @@ fn compile(name: &str, generation: u32, kernel: impl CubeKernel) -> Option<(usiz
     let file = folder.path().join("kernel.ptx");
     std::fs::write(&file, ptx).unwrap();
     let output = Command::new(assembler)
-        .args(["-v", &format!("-arch=sm_{generation}"), "-o", "/dev/null"])
+        .args(["-v", &format!("-arch={generation}"), "-o", "/dev/null"])
         .arg(&file)
         .output()
         .unwrap();
@@ -130,7 +141,7 @@ fn block_kernels_compile_without_spills(
         _ => (half::bf16::elem_type_native(), 2),
     };
     for generation in GENERATIONS {
-        let device = Arc::new(properties(generation));
+        let device = Arc::new(properties(generation.0));
         let target = Arc::new(cubecl_cuda::CudaRuntime::target_properties());
         let limits = DeviceLimits {
             plane: 32,
@@ -237,7 +248,7 @@ fn block_kernels_compile_without_spills(
         for (name, found) in found {
             if let Some((registers, spills)) = found {
                 println!(
-                    "sm_{generation} {dtype} D {dim} labels {all}: {name} {registers} registers, {spills} bytes of spills"
+                    "{generation} {dtype} D {dim} labels {all}: {name} {registers} registers, {spills} bytes of spills"
                 );
                 assert_eq!(spills, 0, "{name}");
             }

@@ -102,47 +102,56 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
                 statistic[(y * m + r) * side + x] = most;
             }
             sync_cube();
+            let mut fade = Array::<f32>::new(m);
             #[unroll]
             for r in 0..m {
                 let mut most = largest[r];
                 for i in 0..side {
                     most = max(most, statistic[(y * m + r) * side + i]);
                 }
-                let less = (largest[r] - most).exp();
+                fade[r] = (largest[r] - most).exp();
                 largest[r] = most;
+            }
+            if comptime!(config.exact && !config.softcap) {
+                if tile::some_large(&largest, m) {
+                    tile::differences::<E, N>(
+                        q,
+                        &q_rows,
+                        first,
+                        k,
+                        &k_rows,
+                        j0,
+                        &largest,
+                        true,
+                        &mut weights,
+                        scale,
+                        scale_rest,
+                        zero,
+                        config,
+                    );
+                }
+            }
+            #[unroll]
+            for r in 0..m {
                 let mut sum = f32::new(0.0);
-                let large = is_large(most);
                 #[unroll]
                 for c in 0..n {
                     let s = scores[r * n + c];
-                    let mut difference = s - most;
+                    let at = (y * m + r) * step + x + c * side;
+                    let mut difference = s - largest[r];
                     if comptime!(config.exact && !config.softcap) {
-                        if large {
-                            let i = min(first + y * m + r, q_len - 1);
-                            let j = min(j0 + x + c * side, k_len - 1);
-                            difference = tile::exactly::<E, N>(
-                                q,
-                                tile::row_at(&q_rows, i),
-                                tile::column_of(&q_rows),
-                                k,
-                                tile::row_at(&k_rows, j),
-                                tile::column_of(&k_rows),
-                                scale,
-                                scale_rest,
-                                most,
-                                zero,
-                                config,
-                            );
+                        if is_large(largest[r]) {
+                            difference = weights[at];
                         }
                     }
                     let p = select(s > f32::new(FLOOR), difference.exp(), f32::new(0.0));
-                    weights[(y * m + r) * step + x + c * side] = p;
+                    weights[at] = p;
                     sum += p;
                 }
-                total[r] = total[r] * less + sum;
+                total[r] = total[r] * fade[r] + sum;
                 #[unroll]
                 for e in 0..share {
-                    sums[r * share + e] *= Vector::new(less);
+                    sums[r * share + e] *= Vector::new(fade[r]);
                 }
             }
             tile::accumulate::<E, N>(&mut sums, &weights, v, &v_rows, j0, &mut stage, config);

@@ -84,6 +84,31 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                 let i0 = t * step;
                 let scores = tile::multiply::<E, N>(k, &k_rows, first, q, &q_rows, i0, &mut stage, config);
                 let products = tile::multiply::<E, N>(v, &v_rows, first, d_out, &d_rows, i0, &mut stage, config);
+                let mut wholes = Array::<f32>::new(n);
+                #[unroll]
+                for c in 0..n {
+                    let i = min(i0 + x + c * side, q_len - 1);
+                    wholes[c] = lse[place::row(lse, b, h, i)];
+                }
+                if comptime!(config.exact && !config.softcap) {
+                    if tile::some_large(&wholes, n) {
+                        tile::differences::<E, N>(
+                            k,
+                            &k_rows,
+                            first,
+                            q,
+                            &q_rows,
+                            i0,
+                            &wholes,
+                            false,
+                            &mut weights,
+                            scale,
+                            scale_rest,
+                            zero,
+                            config,
+                        );
+                    }
+                }
                 let mut slopes = Array::<f32>::new(comptime!(m * n));
                 #[unroll]
                 for c in 0..n {
@@ -92,9 +117,8 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                     let least = sight::low(table, b, i, labels);
                     let limit = select(asked < q_len, sight::high(table, b, i, k_len, labels), i32::new(-1));
                     let asking = sight::q_document(table, b, i, labels);
-                    let whole = lse[place::row(lse, b, h, i)];
                     let row_delta = delta[place::row(delta, b, h, i)];
-                    let large = is_large(whole);
+                    let large = is_large(wholes[c]);
                     #[unroll]
                     for r in 0..m {
                         let mut seen = ranks[r] >= least && ranks[r] < limit;
@@ -105,23 +129,11 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                         if comptime!(config.softcap) {
                             s = bend::<Const<1>>(Vector::new(s), cap).extract(0usize);
                         }
-                        let mut less = s - whole;
+                        let mut less = s - wholes[c];
+                        let at = (y * m + r) * step + x + c * side;
                         if comptime!(config.exact && !config.softcap) {
                             if large {
-                                let j = min(first + y * m + r, k_len - 1);
-                                less = tile::exactly::<E, N>(
-                                    k,
-                                    tile::row_at(&k_rows, j),
-                                    tile::column_of(&k_rows),
-                                    q,
-                                    tile::row_at(&q_rows, i),
-                                    tile::column_of(&q_rows),
-                                    scale,
-                                    scale_rest,
-                                    whole,
-                                    zero,
-                                    config,
-                                );
+                                less = weights[at];
                             }
                         }
                         // No probability is beyond 1 but by rounding: what overflows is hidden.
@@ -130,7 +142,7 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                         if comptime!(config.softcap) {
                             ds *= slope::<Const<1>>(Vector::new(s), cap).extract(0usize);
                         }
-                        weights[(y * m + r) * step + x + c * side] = p;
+                        weights[at] = p;
                         slopes[r * n + c] = ds;
                     }
                 }

@@ -83,6 +83,25 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
             let j0 = t * step;
             let scores = tile::multiply::<E, N>(q, &q_rows, first, k, &k_rows, j0, &mut stage, config);
             let products = tile::multiply::<E, N>(d_out, &d_rows, first, v, &v_rows, j0, &mut stage, config);
+            if comptime!(config.exact && !config.softcap) {
+                if tile::some_large(&whole, m) {
+                    tile::differences::<E, N>(
+                        q,
+                        &q_rows,
+                        first,
+                        k,
+                        &k_rows,
+                        j0,
+                        &whole,
+                        true,
+                        &mut weights,
+                        scale,
+                        scale_rest,
+                        zero,
+                        config,
+                    );
+                }
+            }
             #[unroll]
             for r in 0..m {
                 let large = is_large(whole[r]);
@@ -99,22 +118,10 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
                         s = bend::<Const<1>>(Vector::new(s), cap).extract(0usize);
                     }
                     let mut less = s - whole[r];
+                    let at = (y * m + r) * step + x + c * side;
                     if comptime!(config.exact && !config.softcap) {
                         if large {
-                            let i = min(first + y * m + r, q_len - 1);
-                            less = tile::exactly::<E, N>(
-                                q,
-                                tile::row_at(&q_rows, i),
-                                tile::column_of(&q_rows),
-                                k,
-                                tile::row_at(&k_rows, min(j, k_len - 1)),
-                                tile::column_of(&k_rows),
-                                scale,
-                                scale_rest,
-                                whole[r],
-                                zero,
-                                config,
-                            );
+                            less = weights[at];
                         }
                     }
                     // No probability is beyond 1 but by rounding: what overflows is hidden.
@@ -123,7 +130,7 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
                     if comptime!(config.softcap) {
                         ds *= slope::<Const<1>>(Vector::new(s), cap).extract(0usize);
                     }
-                    weights[(y * m + r) * step + x + c * side] = ds;
+                    weights[at] = ds;
                 }
             }
             tile::accumulate::<E, N>(&mut sums, &weights, k, &k_rows, j0, &mut stage, config);

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{add_product, scaled};
+use super::super::score::{add_product, is_large, scaled};
 use super::config::BlockConfig;
 
 /// Where a tensor's rows of one head lie: in vectors.
@@ -79,10 +79,11 @@ pub(super) fn multiply<E: Float, N: Size>(
     let second = comptime!(config.own * config.slab_row());
     let x = UNIT_POS as usize % side;
     let y = UNIT_POS as usize / side;
-    let mut sums = Array::<Vector<f32, N>>::new(comptime!(m * n));
+    // Numbers and not vectors: four times as many sums are more than a unit has registers for.
+    let mut sums = Array::<f32>::new(comptime!(m * n));
     #[unroll]
     for i in 0..comptime!(m * n) {
-        sums[i] = Vector::new(0.0);
+        sums[i] = f32::new(0.0);
     }
     for s in 0..comptime!(config.slabs()) {
         let from = s * comptime!(config.slab());
@@ -100,23 +101,16 @@ pub(super) fn multiply<E: Float, N: Size>(
             for c in 0..n {
                 let theirs = stage[second + (x + c * side) * pitch + e];
                 #[unroll]
-                for r in 0..m {
-                    sums[r * n + c] = fma(mine[r], theirs, sums[r * n + c]);
+                for lane in 0..N::value() {
+                    #[unroll]
+                    for r in 0..m {
+                        sums[r * n + c] = fma(mine[r].extract(lane), theirs.extract(lane), sums[r * n + c]);
+                    }
                 }
             }
         }
     }
-    let mut products = Array::<f32>::new(comptime!(m * n));
-    #[unroll]
-    for i in 0..comptime!(m * n) {
-        let mut sum = f32::new(0.0);
-        #[unroll]
-        for lane in 0..N::value() {
-            sum += sums[i].extract(lane);
-        }
-        products[i] = sum;
-    }
-    products
+    sums
 }
 
 /// `sums [m, share] += weights [own, step] rows [step, D]`. The weights are in shared memory, written before this is called.
@@ -159,47 +153,75 @@ pub(super) fn accumulate<E: Float, N: Size>(
     }
 }
 
-/// `scale own . row` of two rows, less `origin`: in two parts, from memory, since it is rare.
+/// Scores less their `origins`, of own rows or of the other side's, where these are large: in two parts, from memory, into the place of the
+/// weights. Rare, and so one loop that is compiled once.
 #[cube]
-pub(super) fn exactly<E: Float, N: Size>(
+pub(super) fn differences<E: Float, N: Size>(
     own: &Tensor<Vector<E, N>>,
-    own_at: usize,
-    own_column: usize,
+    own_rows: &Rows,
+    own_first: usize,
     other: &Tensor<Vector<E, N>>,
-    other_at: usize,
-    other_column: usize,
+    other_rows: &Rows,
+    other_first: usize,
+    origins: &Array<f32>,
+    #[comptime] of_own: bool,
+    weights: &mut Shared<[f32]>,
     scale: f32,
     scale_rest: f32,
-    origin: f32,
     zero: u32,
     #[comptime] config: BlockConfig,
-) -> f32 {
-    let mut high = Vector::<f32, Const<1>>::new(0.0);
-    let mut low = Vector::<f32, Const<1>>::new(0.0);
-    for e in 0..comptime!(config.width()) {
-        let a: Vector<f32, N> = Vector::cast_from(own[own_at + e * own_column]);
-        let b: Vector<f32, N> = Vector::cast_from(other[other_at + e * other_column]);
+) {
+    let m = comptime!(config.m());
+    let n = comptime!(config.n());
+    let side = comptime!(config.side);
+    let count = comptime!(if of_own { config.m() } else { config.n() });
+    let x = UNIT_POS as usize % side;
+    let y = UNIT_POS as usize / side;
+    for at in 0..comptime!(config.m() * config.n()) {
+        let r = at / n;
+        let c = at % n;
+        let which = if comptime!(of_own) { r } else { c };
+        let mut origin = f32::new(0.0);
         #[unroll]
-        for lane in 0..N::value() {
-            let a_lane = Vector::<f32, Const<1>>::new(a.extract(lane));
-            let b_lane = Vector::<f32, Const<1>>::new(b.extract(lane));
-            add_product::<Const<1>>(a_lane, b_lane, &mut high, &mut low, zero);
+        for i in 0..count {
+            origin = select(which == i, origins[i], origin);
+        }
+        if is_large(origin) {
+            let own_at = row_at(own_rows, min(own_first + y * m + r, own_rows.len - 1));
+            let other_at = row_at(other_rows, min(other_first + x + c * side, other_rows.len - 1));
+            let mut high = Vector::<f32, Const<1>>::new(0.0);
+            let mut low = Vector::<f32, Const<1>>::new(0.0);
+            for e in 0..comptime!(config.width()) {
+                let a: Vector<f32, N> = Vector::cast_from(own[own_at + e * own_rows.column]);
+                let b: Vector<f32, N> = Vector::cast_from(other[other_at + e * other_rows.column]);
+                #[unroll]
+                for lane in 0..N::value() {
+                    let a_lane = Vector::<f32, Const<1>>::new(a.extract(lane));
+                    let b_lane = Vector::<f32, Const<1>>::new(b.extract(lane));
+                    add_product::<Const<1>>(a_lane, b_lane, &mut high, &mut low, zero);
+                }
+            }
+            scaled::<Const<1>>(&mut high, &mut low, scale, scale_rest, zero);
+            weights[(y * m + r) * config.step + x + c * side] = (high.extract(0usize) - origin) + low.extract(0usize);
         }
     }
-    scaled::<Const<1>>(&mut high, &mut low, scale, scale_rest, zero);
-    (high.extract(0usize) - origin) + low.extract(0usize)
+}
+
+/// Whether one of so many numbers is [large](is_large).
+#[cube]
+pub(super) fn some_large(numbers: &Array<f32>, #[comptime] count: usize) -> bool {
+    let mut some = false.runtime();
+    #[unroll]
+    for i in 0..count {
+        some = some || is_large(numbers[i]);
+    }
+    some
 }
 
 /// Where row `i` begins.
 #[cube]
 pub(in super::super) fn row_at(rows: &Rows, i: usize) -> usize {
     rows.base + i * rows.row
-}
-
-/// How far it is from vector to vector.
-#[cube]
-pub(super) fn column_of(rows: &Rows) -> usize {
-    rows.column
 }
 
 /// Writes `factor sums` to the own rows from `first` on that there are, added to what is there if `onto`.
