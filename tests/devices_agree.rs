@@ -118,7 +118,7 @@ impl Case {
         for (rank, (found, expected)) in found.iter().zip(&expected).enumerate() {
             assert_eq!(found.len(), expected.len());
             for ((name, found), (same, expected)) in found.iter().zip(expected) {
-                assert_eq!((name, &found.shape), (same, &expected.shape));
+                assert_eq!((name, found.shape()), (same, expected.shape()));
                 let pairs = || found.iter::<f64>().zip(expected.iter::<f64>());
                 let largest = pairs().fold(0f64, |most, (_, b)| most.max(b.abs()));
                 let off = pairs().fold(0f64, |most, (a, b)| most.max((a - b).abs()));
