@@ -61,7 +61,7 @@ fn memory_is_as_stated() {
 fn expect(what: &str, s: usize, [used, reserved]: [usize; 2], stated: usize, results: usize) {
     println!("{what} at S {s}: {used} bytes in use, {reserved} reserved; stated {stated}");
     assert!(used + 4096 >= results.min(stated) - 2 * 4 * 4 * s, "{what} at S {s}: {used} for results of {results}");
-    // Buffers are rounded up to the alignment; and pages.
+    // Buffers are rounded up to the alignment, and pools grow by pages of some MiB. Scores of 4096 tokens would be 256 MiB.
     assert!(used <= stated + 4096, "{what} at S {s}: {used} bytes in use, stated are {stated}");
-    assert!(reserved <= 2 * stated + (1 << 20), "{what} at S {s}: {reserved} bytes reserved, stated are {stated}");
+    assert!(reserved <= 2 * stated + (16 << 20), "{what} at S {s}: {reserved} bytes reserved, stated are {stated}");
 }

@@ -79,7 +79,7 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
     for t in begin / step..end.div_ceil(step) {
         if sight::meet(table, b, block, t, labels) {
             let j0 = t * step;
-            let mut scores = tile::multiply::<E, N>(q, &q_rows, first, k, &k_rows, j0, &mut stage, config);
+            let mut scores = tile::multiply::<E, N>(q, &q_rows, first, k, &k_rows, j0, &mut stage, zero, config);
             #[unroll]
             for r in 0..m {
                 let mut most = f32::new(HIDDEN);

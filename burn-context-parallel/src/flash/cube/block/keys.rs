@@ -82,8 +82,8 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
         for t in begin / step..end.div_ceil(step) {
             if sight::meet(table, b, t, block, labels) {
                 let i0 = t * step;
-                let scores = tile::multiply::<E, N>(k, &k_rows, first, q, &q_rows, i0, &mut stage, config);
-                let products = tile::multiply::<E, N>(v, &v_rows, first, d_out, &d_rows, i0, &mut stage, config);
+                let scores = tile::multiply::<E, N>(k, &k_rows, first, q, &q_rows, i0, &mut stage, zero, config);
+                let products = tile::multiply::<E, N>(v, &v_rows, first, d_out, &d_rows, i0, &mut stage, zero, config);
                 let mut wholes = Array::<f32>::new(n);
                 #[unroll]
                 for c in 0..n {

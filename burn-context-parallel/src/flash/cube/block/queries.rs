@@ -81,8 +81,8 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
     for t in begin / step..end.div_ceil(step) {
         if sight::meet(table, b, block, t, labels) {
             let j0 = t * step;
-            let scores = tile::multiply::<E, N>(q, &q_rows, first, k, &k_rows, j0, &mut stage, config);
-            let products = tile::multiply::<E, N>(d_out, &d_rows, first, v, &v_rows, j0, &mut stage, config);
+            let scores = tile::multiply::<E, N>(q, &q_rows, first, k, &k_rows, j0, &mut stage, zero, config);
+            let products = tile::multiply::<E, N>(d_out, &d_rows, first, v, &v_rows, j0, &mut stage, zero, config);
             if comptime!(config.exact && !config.softcap) {
                 if tile::some_large(&whole, m) {
                     tile::differences::<E, N>(

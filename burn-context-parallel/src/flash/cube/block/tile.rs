@@ -60,7 +60,7 @@ fn bring<E: Float, N: Size>(
     }
 }
 
-/// The products of this unit's own rows with its rows of the other side: `m x n`.
+/// The products of this unit's own rows with its rows of the other side: `m x n`. `zero` is 0 at run time.
 #[cube]
 pub(super) fn multiply<E: Float, N: Size>(
     own: &Tensor<Vector<E, N>>,
@@ -70,6 +70,7 @@ pub(super) fn multiply<E: Float, N: Size>(
     other_rows: &Rows,
     other_first: usize,
     stage: &mut Shared<[Vector<f32, N>]>,
+    zero: u32,
     #[comptime] config: BlockConfig,
 ) -> Array<f32> {
     let m = comptime!(config.m());
@@ -91,7 +92,8 @@ pub(super) fn multiply<E: Float, N: Size>(
         bring::<E, N>(own, own_rows, own_first, from, stage, 0usize, config.own, config.slab(), pitch, config);
         bring::<E, N>(other, other_rows, other_first, from, stage, second, config.step, config.slab(), pitch, config);
         sync_cube();
-        for e in 0..comptime!(config.slab()) {
+        // Not unrolled, or compilers read all of it ahead, into more registers than there are.
+        for e in 0..comptime!(config.slab()) + zero as usize {
             let mut mine = Array::<Vector<f32, N>>::new(m);
             #[unroll]
             for r in 0..m {
