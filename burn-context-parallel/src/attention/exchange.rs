@@ -188,7 +188,7 @@ pub fn gather_tokens(
     let expected: Vec<_> = (0..group.size())
         .map(|rank| (mine > 0).then(|| vec![shape.batch, layout.local_len(rank), mine, shape.dim]))
         .collect();
-    let received = group.all_to_all_uneven(parts, &expected)?;
+    let received = group.at(&shape.device).all_to_all_uneven(parts, &expected)?;
     if mine == 0 {
         return Ok(None);
     }
@@ -226,7 +226,7 @@ pub fn return_tokens(
     let local = layout.local_len(group.rank());
     let expected: Vec<_> =
         counts.iter().map(|count| (*count > 0).then(|| vec![shape.batch, local, *count, shape.dim])).collect();
-    group.all_to_all_uneven(parts, &expected)
+    group.at(&shape.device).all_to_all_uneven(parts, &expected)
 }
 
 /// Neighbouring heads as one range: (first, how many, index in `heads`).

@@ -86,7 +86,7 @@ fn exchange<const D: usize>(
             (mine > 0 && *length > 0).then_some(shape)
         })
         .collect();
-    let received: Vec<_> = group.all_to_all_uneven(parts, &expected)?.into_iter().flatten().collect();
+    let received: Vec<_> = group.at(&x.device()).all_to_all_uneven(parts, &expected)?.into_iter().flatten().collect();
     let y = if received.is_empty() {
         let mut shape = own;
         shape[split] = mine;

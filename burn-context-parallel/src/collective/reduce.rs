@@ -64,7 +64,7 @@ pub fn reduce<const D: usize>(x: Tensor<D>, root: usize, group: &ProcessGroup) -
 }
 
 fn copy<const D: usize>(x: Tensor<D>, root: usize, group: &ProcessGroup) -> Result<Tensor<D>> {
-    group.broadcast((group.rank() == root).then_some(x), root)
+    group.at(&x.device()).broadcast((group.rank() == root).then_some(x), root)
 }
 
 fn sum_onto<const D: usize>(x: Tensor<D>, root: usize, group: &ProcessGroup) -> Result<Tensor<D>> {

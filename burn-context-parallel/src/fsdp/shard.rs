@@ -138,7 +138,7 @@ impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Sharder<'_, S> {
         let drawn = first.then(|| param.base().inner());
         let shape = agree(&shared.world, drawn.as_ref(), param)?;
         let Some(placement) = self.placement(&shape) else {
-            return Ok((own(shared.world.broadcast(drawn, 0)?), None));
+            return Ok((own(shared.world.at(&device).broadcast(drawn, 0)?), None));
         };
         let parts = match drawn {
             Some(whole) => {
@@ -149,7 +149,7 @@ impl<S: FnMut(&str, &[usize]) -> Result<Option<TensorData>>> Sharder<'_, S> {
         };
         let mut expected = vec![None; shared.world.size()];
         expected[0] = Some(vec![placement.shard_len()]);
-        let mut parts = shared.world.all_to_all_uneven(parts, &expected)?;
+        let mut parts = shared.world.at(&device).all_to_all_uneven(parts, &expected)?;
         let shard = parts[0].take().expect("the first rank sends to all");
         // What came may be the first rank's memory.
         let shard = if first { shard } else { own(shard) }.reshape(placement.shard_shape::<D>());

@@ -146,6 +146,7 @@ impl<T: FnMut(&str, TensorData) -> Result<()>> Each<'_, T> {
             Some(placement) if shared.replicas.rank() == 0 => {
                 let me = shared.group.rank();
                 let len = placement.range(me).len();
+                let home = base.device();
                 let flat = base.reshape([placement.shard_len()]);
                 let mut parts = vec![None; shared.group.size()];
                 if len > 0 {
@@ -157,7 +158,8 @@ impl<T: FnMut(&str, TensorData) -> Result<()>> Each<'_, T> {
                         (me == 0 && len > 0).then(|| vec![len])
                     })
                     .collect();
-                let parts: Vec<_> = shared.group.all_to_all_uneven(parts, &expected)?.into_iter().flatten().collect();
+                let parts: Vec<_> =
+                    shared.group.at(&home).all_to_all_uneven(parts, &expected)?.into_iter().flatten().collect();
                 first.then(|| {
                     let (bytes, _, dtype) = Tensor::cat(parts, 0).into_data().into_parts();
                     TensorData::from_bytes(bytes, placement.shape().to_vec(), dtype)

@@ -91,7 +91,7 @@ impl ProcessGroup {
         let operation = Operation::AllToAllUneven;
         self.count_parts(operation, parts.len())?;
         self.count_parts(operation, expected.len())?;
-        let home = parts.iter().flatten().find_map(T::home);
+        let home = parts.iter().flatten().find_map(T::home).or_else(|| self.home.clone());
         let parts = parts.into_iter().map(|part| part.map(T::pack).transpose());
         let parts = parts.collect::<Result<Vec<_>>>()?;
         let me = self.rank();
@@ -250,8 +250,8 @@ impl ProcessGroup {
 
     /// The root's value, on every rank.
     ///
-    /// Elsewhere `value` may be `None`, and the result lives on the root's device; or a value of the same shape and type,
-    /// which is replaced and says on which device the result shall live.
+    /// Elsewhere `value` may be `None`, and the result lives where [`at`](Self::at) says, or on the root's device; or a value of the same
+    /// shape and type, which is replaced and says on which device the result shall live.
     ///
     /// # Errors
     ///
@@ -269,7 +269,7 @@ impl ProcessGroup {
                 "the root is a rank of this group, counted from 0",
             ));
         }
-        let home = value.as_ref().and_then(T::home);
+        let home = value.as_ref().and_then(T::home).or_else(|| self.home.clone());
         let value = value.map(T::pack).transpose()?;
         let is_root = root == self.rank();
         if is_root && value.is_none() {

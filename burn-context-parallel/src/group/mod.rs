@@ -42,6 +42,8 @@ mod transport;
 use std::fmt;
 use std::sync::Arc;
 
+use burn::tensor::Device;
+
 pub use call::{Announcement, Argument, Call, Kind, Operation, ReduceOp, disagreement};
 pub use error::{Aspect, Cause, Claim, GroupError, Place, Site};
 pub use launch::{LaunchConfig, LaunchError, MAX_RANKS, STACKS, launch, launch_each};
@@ -60,6 +62,8 @@ pub struct ProcessGroup {
     transport: Arc<dyn Transport>,
     /// What its unequal exchanges and its all-gathers are about.
     about: Option<u64>,
+    /// Where this rank's tensors live, for calls that bring none.
+    home: Option<Device>,
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -85,13 +89,20 @@ impl ProcessGroup {
 
     /// A group over a transport.
     pub fn from_transport(transport: Arc<dyn Transport>) -> Self {
-        Self { transport, about: None }
+        Self { transport, about: None, home: None }
     }
 
     /// This group, with something that its ranks must agree on in every [`all_to_all_uneven`](Self::all_to_all_uneven) and
     /// [`all_gather`](Self::all_gather): where they do not, each of them gets an error. Costs no exchange.
     pub fn about(&self, digest: u64) -> Self {
-        Self { transport: self.transport.clone(), about: Some(digest) }
+        Self { about: Some(digest), ..self.clone() }
+    }
+
+    /// This group, for a rank whose tensors live on `device`: what arrives where the rank brings no tensor itself (of a
+    /// [`broadcast`](Self::broadcast), of an [`all_to_all_uneven`](Self::all_to_all_uneven)) comes there, and not to the sender's device.
+    /// Costs nothing.
+    pub fn at(&self, device: &Device) -> Self {
+        Self { home: Some(device.clone().inner()), ..self.clone() }
     }
 
     /// What it runs on; for a transport that wraps another one.
@@ -174,7 +185,7 @@ impl ProcessGroup {
     ///
     /// None.
     pub fn channel(&self, channel: u32) -> Result<Self> {
-        Ok(Self { transport: self.transport.channel(channel)?, about: self.about })
+        Ok(Self { transport: self.transport.channel(channel)?, ..self.clone() })
     }
 
     /// Ends the world on purpose: every other rank gets a [`GroupError`] with this message.

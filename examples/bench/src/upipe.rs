@@ -213,7 +213,7 @@ fn of_first_rank(module: UPipeAttention, world: &ProcessGroup) -> Result<UPipeAt
             let error = &mut self.1;
             param.map(|weight| {
                 let mine = (group.rank() == 0).then(|| weight.clone().inner());
-                match group.broadcast(mine, 0) {
+                match group.at(&weight.device()).broadcast(mine, 0) {
                     Ok(first) => Tensor::from_inner(first).require_grad(),
                     Err(failed) => {
                         *error = Some(failed);

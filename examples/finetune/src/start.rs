@@ -142,7 +142,7 @@ fn sharded(plan: &Plan, model: Llama, fsdp: &Fsdp, device: &Device) -> RankResul
                 drawing.seed(plan.seed);
                 drawn = Some(Drawn { model: Llama::undrawn(&plan.config, &plan.parallel, &drawing)? });
             }
-            let world = fsdp.world().clone();
+            let world = fsdp.world().at(device);
             Ok(fsdp.shard_from(model, |path, _| {
                 Ok(Some(world.broadcast(drawn.as_ref().map(|drawn| drawn.at(path)), 0)?))
             })?)

@@ -60,8 +60,8 @@ fn a_run_goes_on_on_another_device() {
     let expected = losses("whole", "--steps 5 --device flex");
     losses("parts", &format!("--steps 3 --device {DEVICE}"));
     let rest = losses("parts", "--steps 5 --device flex --resume");
-    assert_eq!(rest.len(), 2);
-    for (found, expected) in rest.iter().zip(&expected[3..]) {
+    assert_eq!(rest.len(), 5);
+    for (found, expected) in rest.iter().zip(&expected) {
         assert!((found - expected).abs() <= 1e-4, "{rest:?}, at once {expected:?}");
     }
 }
