@@ -1,6 +1,7 @@
 //! On a CubeCL device attention holds what its formulas say, which is O(S): by the reports of the device's pools. One test in a binary of its
 //! own, since pools are the process's.
 #![cfg(feature = "cube")]
+#![allow(clippy::print_stdout, reason = "the figures, for whoever runs it with --nocapture")]
 
 mod common;
 

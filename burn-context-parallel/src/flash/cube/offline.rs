@@ -1,5 +1,6 @@
 //! Every kernel compiled for NVIDIA's devices, without one: expanded, lowered to PTX, and where the assembler is installed assembled, with its
 //! registers and spills.
+#![allow(clippy::print_stdout, reason = "the figures, for whoever runs it with --nocapture")]
 
 use std::fmt;
 use std::path::PathBuf;
