@@ -72,6 +72,7 @@ impl Wait {
 }
 
 /// What becomes of a tensor that is asked for.
+#[allow(clippy::large_enum_variant, reason = "as large as Burn's handles on the device, and one a question")]
 pub(super) enum Asked {
     Here(AnyTensor),
     Coming(Ticket<AnyTensor>),
