@@ -1,7 +1,9 @@
 //! What the flash attention tests share: reading reference cases, comparing tensors, random tensors.
 #![allow(dead_code)]
 
-use std::io::{Write, stderr};
+#[path = "../../../tests/support/devices.rs"]
+mod devices;
+
 use std::path::PathBuf;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -9,21 +11,8 @@ use burn_context_parallel::flash::FlashOptions;
 use burn_context_parallel::sequence::Documents;
 use safetensors::SafeTensors;
 
-/// Where these tests run: the runtime that the build was made for.
-pub fn device() -> Device {
-    #[cfg(feature = "cpu")]
-    return Device::cpu();
-    #[cfg(all(feature = "wgpu", not(feature = "cpu")))]
-    return Device::wgpu(burn::tensor::DeviceKind::DefaultDevice);
-    #[cfg(not(any(feature = "cpu", feature = "wgpu")))]
-    Device::flex()
-}
-
-/// Says that a test, or a part of one, was left out: on standard error itself, which a test that passes does not swallow, and in a form
-/// that is counted.
-pub fn skipped(test: &str, why: &str) {
-    let _ = writeln!(stderr(), "skipped: {test}: {why}");
-}
+#[allow(unused_imports, reason = "no test file uses all of it")]
+pub use devices::{device, skipped};
 
 /// One case of `tests/reference/make_attention.py` of the workspace.
 pub struct Case {

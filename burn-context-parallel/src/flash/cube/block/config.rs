@@ -27,6 +27,11 @@ impl BlockConfig {
         Self { dim, vector, own, step, side: block_side(units), labels, softcap, exact }
     }
 
+    /// Whether large scores are computed in two parts here: those that are bent are not large.
+    pub fn is_exact(&self) -> bool {
+        self.exact && !self.softcap
+    }
+
     /// Own rows of a unit.
     pub fn m(&self) -> usize {
         self.own / self.side

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{FLOOR, HIDDEN, bend, is_large};
+use super::super::score::{FLOOR, HIDDEN, is_large};
 use super::super::sight;
 use super::config::BlockConfig;
 use super::tile;
@@ -91,10 +91,7 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
                     if comptime!(labels.documents) {
                         seen = seen && sight::k_document(table, b, j, k_len, labels) == document[r];
                     }
-                    let mut s = scores[r * n + c] * scale;
-                    if comptime!(config.softcap) {
-                        s = bend::<Const<1>>(Vector::new(s), cap).extract(0usize);
-                    }
+                    let mut s = tile::score(scores[r * n + c], scale, cap, config);
                     s = select(seen, s, f32::new(HIDDEN));
                     scores[r * n + c] = s;
                     most = max(most, s);
@@ -112,25 +109,21 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
                 fade[r] = (largest[r] - most).exp();
                 largest[r] = most;
             }
-            if comptime!(config.exact && !config.softcap) {
-                if tile::some_large(&largest, m) {
-                    tile::differences::<E, N>(
-                        q,
-                        &q_rows,
-                        first,
-                        k,
-                        &k_rows,
-                        j0,
-                        &largest,
-                        true,
-                        &mut weights,
-                        scale,
-                        scale_rest,
-                        zero,
-                        config,
-                    );
-                }
-            }
+            tile::differences::<E, N>(
+                q,
+                &q_rows,
+                first,
+                k,
+                &k_rows,
+                j0,
+                &largest,
+                true,
+                &mut weights,
+                scale,
+                scale_rest,
+                zero,
+                config,
+            );
             #[unroll]
             for r in 0..m {
                 let mut sum = f32::new(0.0);
@@ -139,7 +132,7 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
                     let s = scores[r * n + c];
                     let at = (y * m + r) * step + x + c * side;
                     let mut difference = s - largest[r];
-                    if comptime!(config.exact && !config.softcap) {
+                    if comptime!(config.is_exact()) {
                         if is_large(largest[r]) {
                             difference = weights[at];
                         }

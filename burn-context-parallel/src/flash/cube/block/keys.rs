@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{bend, is_large, slope};
+use super::super::score::{is_large, slope};
 use super::super::sight;
 use super::config::BlockConfig;
 use super::tile;
@@ -90,25 +90,21 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                     let i = min(i0 + x + c * side, q_len - 1);
                     wholes[c] = lse[place::row(lse, b, h, i)];
                 }
-                if comptime!(config.exact && !config.softcap) {
-                    if tile::some_large(&wholes, n) {
-                        tile::differences::<E, N>(
-                            k,
-                            &k_rows,
-                            first,
-                            q,
-                            &q_rows,
-                            i0,
-                            &wholes,
-                            false,
-                            &mut weights,
-                            scale,
-                            scale_rest,
-                            zero,
-                            config,
-                        );
-                    }
-                }
+                tile::differences::<E, N>(
+                    k,
+                    &k_rows,
+                    first,
+                    q,
+                    &q_rows,
+                    i0,
+                    &wholes,
+                    false,
+                    &mut weights,
+                    scale,
+                    scale_rest,
+                    zero,
+                    config,
+                );
                 let mut slopes = Array::<f32>::new(comptime!(m * n));
                 #[unroll]
                 for c in 0..n {
@@ -125,13 +121,10 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                         if comptime!(labels.documents) {
                             seen = seen && asking == document[r];
                         }
-                        let mut s = scores[r * n + c] * scale;
-                        if comptime!(config.softcap) {
-                            s = bend::<Const<1>>(Vector::new(s), cap).extract(0usize);
-                        }
+                        let s = tile::score(scores[r * n + c], scale, cap, config);
                         let mut less = s - wholes[c];
                         let at = (y * m + r) * step + x + c * side;
-                        if comptime!(config.exact && !config.softcap) {
+                        if comptime!(config.is_exact()) {
                             if large {
                                 less = weights[at];
                             }

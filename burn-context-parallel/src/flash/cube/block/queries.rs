@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{bend, is_large, slope};
+use super::super::score::{is_large, slope};
 use super::super::sight;
 use super::config::BlockConfig;
 use super::tile;
@@ -83,25 +83,21 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
             let j0 = t * step;
             let scores = tile::multiply::<E, N>(q, &q_rows, first, k, &k_rows, j0, &mut stage, zero, config);
             let products = tile::multiply::<E, N>(d_out, &d_rows, first, v, &v_rows, j0, &mut stage, zero, config);
-            if comptime!(config.exact && !config.softcap) {
-                if tile::some_large(&whole, m) {
-                    tile::differences::<E, N>(
-                        q,
-                        &q_rows,
-                        first,
-                        k,
-                        &k_rows,
-                        j0,
-                        &whole,
-                        true,
-                        &mut weights,
-                        scale,
-                        scale_rest,
-                        zero,
-                        config,
-                    );
-                }
-            }
+            tile::differences::<E, N>(
+                q,
+                &q_rows,
+                first,
+                k,
+                &k_rows,
+                j0,
+                &whole,
+                true,
+                &mut weights,
+                scale,
+                scale_rest,
+                zero,
+                config,
+            );
             #[unroll]
             for r in 0..m {
                 let large = is_large(whole[r]);
@@ -113,13 +109,10 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
                     if comptime!(labels.documents) {
                         seen = seen && sight::k_document(table, b, j, k_len, labels) == document[r];
                     }
-                    let mut s = scores[r * n + c] * scale;
-                    if comptime!(config.softcap) {
-                        s = bend::<Const<1>>(Vector::new(s), cap).extract(0usize);
-                    }
+                    let s = tile::score(scores[r * n + c], scale, cap, config);
                     let mut less = s - whole[r];
                     let at = (y * m + r) * step + x + c * side;
-                    if comptime!(config.exact && !config.softcap) {
+                    if comptime!(config.is_exact()) {
                         if large {
                             less = weights[at];
                         }

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{add_product, is_large, scaled};
+use super::super::score::{add_product, bend, is_large, scaled};
 use super::config::BlockConfig;
 
 /// Where a tensor's rows of one head lie: in vectors.
@@ -155,8 +155,15 @@ pub(super) fn accumulate<E: Float, N: Size>(
     }
 }
 
-/// Scores less their `origins`, of own rows or of the other side's, where these are large: in two parts, from memory, into the place of the
-/// weights. Rare, and so one loop that is compiled once.
+/// A product as a score: scaled, and bent if scores are.
+#[cube]
+pub(super) fn score(product: f32, scale: f32, cap: f32, #[comptime] config: BlockConfig) -> f32 {
+    let s = product * scale;
+    if comptime!(config.softcap) { bend::<Const<1>>(Vector::new(s), cap).extract(0usize) } else { s }
+}
+
+/// Scores less their `origins`, of own rows or of the other side's, where these are large and scores are as they were computed: in two
+/// parts, from memory, into the place of the weights. Rare, and so one loop that is compiled once.
 #[cube]
 pub(super) fn differences<E: Float, N: Size>(
     own: &Tensor<Vector<E, N>>,
@@ -179,39 +186,44 @@ pub(super) fn differences<E: Float, N: Size>(
     let count = comptime!(if of_own { config.m() } else { config.n() });
     let x = UNIT_POS as usize % side;
     let y = UNIT_POS as usize / side;
-    for at in 0..comptime!(config.m() * config.n()) {
-        let r = at / n;
-        let c = at % n;
-        let which = if comptime!(of_own) { r } else { c };
-        let mut origin = f32::new(0.0);
-        #[unroll]
-        for i in 0..count {
-            origin = select(which == i, origins[i], origin);
-        }
-        if is_large(origin) {
-            let own_at = row_at(own_rows, min(own_first + y * m + r, own_rows.len - 1));
-            let other_at = row_at(other_rows, min(other_first + x + c * side, other_rows.len - 1));
-            let mut high = Vector::<f32, Const<1>>::new(0.0);
-            let mut low = Vector::<f32, Const<1>>::new(0.0);
-            for e in 0..comptime!(config.width()) {
-                let a: Vector<f32, N> = Vector::cast_from(own[own_at + e * own_rows.column]);
-                let b: Vector<f32, N> = Vector::cast_from(other[other_at + e * other_rows.column]);
+    if comptime!(config.is_exact()) {
+        if some_large(origins, count) {
+            for at in 0..comptime!(config.m() * config.n()) {
+                let r = at / n;
+                let c = at % n;
+                let which = if comptime!(of_own) { r } else { c };
+                let mut origin = f32::new(0.0);
                 #[unroll]
-                for lane in 0..N::value() {
-                    let a_lane = Vector::<f32, Const<1>>::new(a.extract(lane));
-                    let b_lane = Vector::<f32, Const<1>>::new(b.extract(lane));
-                    add_product::<Const<1>>(a_lane, b_lane, &mut high, &mut low, zero);
+                for i in 0..count {
+                    origin = select(which == i, origins[i], origin);
+                }
+                if is_large(origin) {
+                    let own_at = row_at(own_rows, min(own_first + y * m + r, own_rows.len - 1));
+                    let other_at = row_at(other_rows, min(other_first + x + c * side, other_rows.len - 1));
+                    let mut high = Vector::<f32, Const<1>>::new(0.0);
+                    let mut low = Vector::<f32, Const<1>>::new(0.0);
+                    for e in 0..comptime!(config.width()) {
+                        let a: Vector<f32, N> = Vector::cast_from(own[own_at + e * own_rows.column]);
+                        let b: Vector<f32, N> = Vector::cast_from(other[other_at + e * other_rows.column]);
+                        #[unroll]
+                        for lane in 0..N::value() {
+                            let a_lane = Vector::<f32, Const<1>>::new(a.extract(lane));
+                            let b_lane = Vector::<f32, Const<1>>::new(b.extract(lane));
+                            add_product::<Const<1>>(a_lane, b_lane, &mut high, &mut low, zero);
+                        }
+                    }
+                    scaled::<Const<1>>(&mut high, &mut low, scale, scale_rest, zero);
+                    weights[(y * m + r) * config.step + x + c * side] =
+                        (high.extract(0usize) - origin) + low.extract(0usize);
                 }
             }
-            scaled::<Const<1>>(&mut high, &mut low, scale, scale_rest, zero);
-            weights[(y * m + r) * config.step + x + c * side] = (high.extract(0usize) - origin) + low.extract(0usize);
         }
     }
 }
 
 /// Whether one of so many numbers is [large](is_large).
 #[cube]
-pub(super) fn some_large(numbers: &Array<f32>, #[comptime] count: usize) -> bool {
+fn some_large(numbers: &Array<f32>, #[comptime] count: usize) -> bool {
     let mut some = false.runtime();
     #[unroll]
     for i in 0..count {
