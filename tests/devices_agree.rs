@@ -5,115 +5,58 @@
 #[path = "../burn-upipe/tests/offload/mod.rs"]
 mod offload;
 
-use burn::module::Module;
-use burn::optim::GradientsParams;
-use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use burn_context_parallel::Result;
-use burn_context_parallel::attention::ContextParallelDevice;
 use burn_context_parallel::collective::{all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift};
-use burn_context_parallel::fsdp::{Accumulation, Fsdp, FsdpConfig};
+use burn_context_parallel::fsdp::{Accumulation, FsdpConfig};
 use burn_context_parallel::group::ProcessGroup;
-use burn_context_parallel::sequence::Batch;
 use burn_upipe::offload::{Offload, OffloadConfig, OffloadPolicy, Place};
 use burn_upipe::upipe::AttentionScheme;
-use llama::{Llama, LlamaConfig, ParallelConfig, named_gradients, precision};
 use offload::{Late, disk};
 use rstest::rstest;
-use tests::{device, on_ranks, other_device, values};
+use tests::{Step, device, on_ranks, other_device, values};
 
 const LAYERS: usize = 3;
-const WIDTH: usize = 16;
-const TOKENS: usize = 26;
-
-fn batch(seed: i64) -> Batch {
-    Batch::from_rows(&[(0..TOKENS as i64).map(|i| (i * 7 + seed) % 32).collect()]).expect("a batch")
-}
 
 /// A step's setting.
 #[derive(Clone, Debug)]
 struct Case {
-    ranks: usize,
-    parallel: ParallelConfig,
-    fsdp: Option<FsdpConfig>,
+    step: Step,
     offload: Option<OffloadConfig>,
-    dtype: DType,
-    micro_batches: usize,
 }
-
-type Named = Vec<(String, TensorData)>;
 
 impl Case {
     fn plain(ranks: usize, attention: AttentionScheme) -> Self {
-        let parallel = ParallelConfig { attention, ..ParallelConfig::none() };
-        Self { ranks, parallel, fsdp: None, offload: None, dtype: DType::F32, micro_batches: 1 }
+        Self { step: Step::plain(ranks, attention, LAYERS), offload: None }
     }
 
-    /// Blocks recomputed, everything in tiles that do not come out even.
     fn all(ranks: usize, attention: AttentionScheme) -> Self {
-        let tiles =
-            ParallelConfig { mlp_tile: Some(5), norm_tile: Some(4), loss_tile: Some(3), ..ParallelConfig::all() };
-        Self { parallel: ParallelConfig { attention, ..tiles }, ..Self::plain(ranks, attention) }
+        Self { step: Step::all(ranks, attention, LAYERS), offload: None }
     }
 
     fn offload(self, config: OffloadConfig) -> Self {
         Self { offload: Some(config.with_disk(disk(None))), ..self }
     }
 
-    fn fsdp(self, config: FsdpConfig) -> Self {
-        Self { fsdp: Some(config), ..self }
+    fn fsdp(mut self, config: FsdpConfig) -> Self {
+        self.step.fsdp = Some(config);
+        self
     }
 
-    /// All ranks' losses and gradients; rank r is on device r modulo their count.
-    fn step(&self, devices: &[Device]) -> Vec<Named> {
-        let (case, devices) = (self.clone(), devices.to_vec());
-        on_ranks(self.ranks, move |world| {
-            let device = devices[world.rank() % devices.len()].clone();
-            case.on_rank(&world, &device.autodiff())
-        })
-    }
-
-    fn on_rank(&self, world: &ProcessGroup, device: &Device) -> Result<Named> {
-        let config = LlamaConfig::new(32, WIDTH, 24, LAYERS, 4, 2);
-        let model = Llama::init(&config, &self.parallel, device).expect("a model");
-        let mut model = tests::filled(model, 3, DType::F32, 0.3).fork(device);
-        let fsdp = self.fsdp.clone().map(|config| Fsdp::over(world, config)).transpose()?;
-        if let Some(fsdp) = &fsdp {
-            model = fsdp.shard(model)?;
-        }
-        // Late copies: on a device with a queue of its own, what is read too early is what was there before.
-        let engine = self.offload.clone().map(|config| Offload::with_queue(config, Late::new())).transpose()?;
-        if let Some(engine) = &engine {
-            model = model.offload(engine);
-        }
-        let compute = if fsdp.is_some() { model.clone() } else { precision::compute(&model, self.dtype) };
-        let cp = device.context_parallel(world);
-        let mut found = Vec::new();
-        if let Some(fsdp) = &fsdp {
-            fsdp.begin(&model);
-        }
-        for micro in 0..self.micro_batches {
-            let loss = compute.loss(&cp.shard(&batch(micro as i64))?, world).expect("a loss");
-            found.push((format!("loss {micro}"), loss.mean.clone().inner().into_data()));
-            if let Some(engine) = &engine {
-                assert!(engine.stats().saved > 0, "{:?}", engine.stats());
-            }
-            let grads = GradientsParams::from_grads(loss.mean.backward(), &compute);
-            let grads = match &fsdp {
-                Some(fsdp) if micro + 1 == self.micro_batches => fsdp.finish(grads, &model)?,
-                _ => grads,
-            };
-            found.extend(named_gradients(&model, &grads));
-        }
-        if let Some(engine) = &engine {
-            let stats = engine.stats();
-            assert_eq!((stats.saved, stats.host_bytes, stats.disk_bytes, stats.in_flight), (0, 0, 0, 0), "{stats:?}");
-        }
-        Ok(found)
+    fn micro_batches(mut self, count: usize) -> Self {
+        self.step.micro_batches = count;
+        self
     }
 
     /// Each loss and gradient is Flex's within `tolerance` of its largest magnitude.
     fn agrees(&self, devices: &[Device], tolerance: f64) {
-        let (found, expected) = (self.step(devices), self.step(&[Device::flex()]));
+        let run = |devices: &[Device]| {
+            let config = self.offload.clone();
+            // Late copies: on a device with a queue of its own, what is read too early is what was there before.
+            let engine = |config| Offload::with_queue(config, Late::new());
+            self.step.run(devices, move || Ok(config.clone().map(engine).transpose()?))
+        };
+        let (found, expected) = (run(devices), run(&[Device::flex()]));
         assert!(expected[0].len() > 12, "{}", expected[0].len());
         for (rank, (found, expected)) in found.iter().zip(&expected).enumerate() {
             assert_eq!(found.len(), expected.len());
@@ -150,7 +93,8 @@ fn offload_config(place: Place) -> OffloadConfig {
 #[case::offload_to_disk(Case::all(2, AttentionScheme::Ulysses).offload(offload_config(Place::Disk)))]
 #[case::shards(Case::plain(2, AttentionScheme::Ulysses).fsdp(FsdpConfig::new().with_prefetch(true)))]
 #[case::everything(
-    Case { micro_batches: 3, ..Case::all(2, upipe(Some(1))) }
+    Case::all(2, upipe(Some(1)))
+        .micro_batches(3)
         .offload(offload_config(Place::Host).with_in_flight(1))
         .fsdp(FsdpConfig::new().with_prefetch(false).with_accumulation(Accumulation::Once))
 )]
@@ -161,7 +105,8 @@ fn techniques_give_what_they_give_on_flex(#[case] case: Case) {
 /// Rounded weights, activations and gradients: both round, after sums of another order.
 #[rstest]
 fn bf16_too() {
-    let case = Case { dtype: DType::BF16, ..Case::all(2, upipe(None)) }.offload(offload_config(Place::Host));
+    let mut case = Case::all(2, upipe(None)).offload(offload_config(Place::Host));
+    case.step.dtype = DType::BF16;
     if device().supports_dtype(DType::BF16) {
         case.agrees(&[device()], 3e-2);
     } else {

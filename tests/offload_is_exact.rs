@@ -4,104 +4,37 @@
 #[path = "../burn-upipe/tests/offload/mod.rs"]
 mod offload;
 
-use burn::module::Module;
-use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, TensorData};
-use burn_context_parallel::Result;
-use burn_context_parallel::attention::ContextParallelDevice;
-use burn_context_parallel::fsdp::{Accumulation, Fsdp, FsdpConfig};
-use burn_context_parallel::group::ProcessGroup;
-use burn_context_parallel::sequence::Batch;
-use burn_upipe::offload::{Disk, Offload, OffloadConfig, OffloadPolicy, Place, saved_bytes};
+use burn::tensor::{DType, Device};
+use burn_context_parallel::fsdp::{Accumulation, FsdpConfig};
+use burn_upipe::offload::{Disk, Offload, OffloadConfig, OffloadPolicy, Place};
 use burn_upipe::upipe::AttentionScheme;
-use llama::{Llama, LlamaConfig, ParallelConfig, named_gradients, precision};
+use llama::ParallelConfig;
 use offload::Late;
 use rstest::rstest;
-use tests::on_ranks;
+use tests::{Named, Step};
 
-const LAYERS: usize = 5;
-const WIDTH: usize = 16;
-const TOKENS: usize = 26;
-
-fn batch(seed: i64) -> Batch {
-    Batch::from_rows(&[(0..TOKENS as i64).map(|i| (i * 7 + seed) % 32).collect()]).expect("a batch")
-}
-
-/// A step's setting, without offload.
+/// A step's setting.
 #[derive(Clone, Debug)]
 struct Case {
-    ranks: usize,
-    parallel: ParallelConfig,
-    fsdp: Option<FsdpConfig>,
-    dtype: DType,
-    micro_batches: usize,
+    step: Step,
     /// Copies end late, and not in order.
     late: bool,
 }
 
 impl Case {
     fn new(ranks: usize, attention: AttentionScheme) -> Self {
-        let tiles =
-            ParallelConfig { mlp_tile: Some(5), norm_tile: Some(4), loss_tile: Some(3), ..ParallelConfig::all() };
-        let parallel = ParallelConfig { attention, ..tiles };
-        Self { ranks, parallel, fsdp: None, dtype: DType::F32, micro_batches: 1, late: false }
+        Self { step: Step::all(ranks, attention, 5), late: false }
     }
 
     /// All ranks' losses and gradients, bit by bit.
-    fn step(&self, offload: Option<OffloadConfig>) -> Vec<Vec<(String, TensorData)>> {
-        let case = self.clone();
-        on_ranks(self.ranks, move |world| case.on_rank(&world, offload.clone()))
-    }
-
-    fn on_rank(&self, world: &ProcessGroup, offload: Option<OffloadConfig>) -> Result<Vec<(String, TensorData)>> {
-        let device = Device::flex().autodiff();
-        let config = LlamaConfig::new(32, WIDTH, 24, LAYERS, 4, 2);
-        let model = tests::filled(Llama::init(&config, &self.parallel, &device).expect("a model"), 3, DType::F32, 0.3);
-        let mut model = model.fork(&device);
-        let fsdp = self.fsdp.clone().map(|config| Fsdp::over(world, config)).transpose()?;
-        if let Some(fsdp) = &fsdp {
-            model = fsdp.shard(model)?;
-        }
-        let engine = |config| if self.late { Offload::with_queue(config, Late::new()) } else { Offload::new(config) };
-        let engine = offload.map(engine).transpose()?;
-        if let Some(engine) = &engine {
-            model = model.offload(engine);
-        }
-        let compute = if fsdp.is_some() { model.clone() } else { precision::compute(&model, self.dtype) };
-        let cp = device.context_parallel(world);
-        let mut found = Vec::new();
-        if let Some(fsdp) = &fsdp {
-            fsdp.begin(&model);
-        }
-        for micro in 0..self.micro_batches {
-            let loss = compute.loss(&cp.shard(&batch(micro as i64))?, world).expect("a loss");
-            found.push((format!("loss {micro}"), loss.mean.clone().inner().into_data()));
-            if let Some(engine) = &engine {
-                let stats = engine.stats();
-                let checkpoints = LAYERS.div_ceil(self.parallel.blocks_per_checkpoint);
-                assert_eq!(stats.saved, checkpoints, "{stats:?}");
-                let size = if fsdp.is_some() { 4 } else { self.dtype.size() };
-                let bytes = saved_bytes(checkpoints, 1, TOKENS.div_ceil(self.ranks), WIDTH, size);
-                let all = stats.device_bytes + stats.host_bytes + stats.disk_bytes as usize;
-                assert_eq!(all, bytes, "{stats:?}");
-            }
-            let grads = GradientsParams::from_grads(loss.mean.backward(), &compute);
-            let grads = match &fsdp {
-                Some(fsdp) if micro + 1 == self.micro_batches => fsdp.finish(grads, &model)?,
-                _ => grads,
-            };
-            found.extend(named_gradients(&model, &grads));
-        }
-        if let Some(engine) = &engine {
-            let stats = engine.stats();
-            assert_eq!((stats.saved, stats.host_bytes, stats.disk_bytes, stats.in_flight), (0, 0, 0, 0), "{stats:?}");
-            assert!(stats.in_flight_peak <= engine.config().in_flight, "{stats:?}");
-        }
-        Ok(found)
+    fn run(&self, offload: Option<OffloadConfig>) -> Vec<Named> {
+        let late = self.late;
+        let engine = move |config| if late { Offload::with_queue(config, Late::new()) } else { Offload::new(config) };
+        self.step.run(&[Device::flex()], move || Ok(offload.clone().map(engine).transpose()?))
     }
 
     fn is_the_same_with(&self, offload: OffloadConfig) {
-        let (plain, offloaded) = (self.step(None), self.step(Some(offload.clone())));
+        let (plain, offloaded) = (self.run(None), self.run(Some(offload.clone())));
         assert!(plain[0].len() > 20, "{}", plain[0].len());
         for (rank, (plain, offloaded)) in plain.iter().zip(&offloaded).enumerate() {
             assert_eq!(plain.len(), offloaded.len());
@@ -138,8 +71,9 @@ fn gradients_are_the_same_bits(
 /// late, each by another time.
 #[rstest]
 fn late_copies_change_nothing(#[values(1, 2, 4)] in_flight: usize, #[values(1, 2)] blocks_per_checkpoint: usize) {
-    let mut case = Case { late: true, micro_batches: 10, ..Case::new(2, AttentionScheme::default()) };
-    case.parallel.blocks_per_checkpoint = blocks_per_checkpoint;
+    let mut case = Case { late: true, ..Case::new(2, AttentionScheme::default()) };
+    case.step.micro_batches = 10;
+    case.step.parallel.blocks_per_checkpoint = blocks_per_checkpoint;
     for place in [Place::Host, Place::Disk] {
         case.is_the_same_with(OffloadConfig::new().with_in_flight(in_flight).with_place(place).with_disk(disk(None)));
     }
@@ -167,22 +101,24 @@ fn shards_groups_types_and_micro_batches_too(
     )]
     (fsdp, dtype): (Option<FsdpConfig>, DType),
 ) {
-    let mut case = Case { fsdp, dtype, micro_batches, ..Case::new(2, AttentionScheme::default()) };
-    case.parallel.blocks_per_checkpoint = blocks_per_checkpoint;
+    let mut case = Case::new(2, AttentionScheme::default());
+    case.step = Step { fsdp, dtype, micro_batches, ..case.step };
+    case.step.parallel.blocks_per_checkpoint = blocks_per_checkpoint;
     case.is_the_same_with(OffloadConfig::new());
 }
 
 /// Plain blocks without tiles; and what several blocks a checkpoint give is what single ones give.
 #[rstest]
 fn groups_of_blocks_are_the_blocks(#[values(2, 3, 5)] blocks: usize, #[values(false, true)] fsdp: bool) {
-    let plain = Case {
+    let plain = Step {
         parallel: ParallelConfig { checkpoint: true, ..ParallelConfig::none() },
         fsdp: fsdp.then(FsdpConfig::new),
-        ..Case::new(1, AttentionScheme::Single)
+        ..Step::plain(1, AttentionScheme::Single, 5)
     };
     let mut grouped = plain.clone();
     grouped.parallel.blocks_per_checkpoint = blocks;
-    for (a, b) in plain.step(None)[0].iter().zip(&grouped.step(None)[0]) {
+    let run = |step: &Step| step.run(&[Device::flex()], || Ok(None));
+    for (a, b) in run(&plain)[0].iter().zip(&run(&grouped)[0]) {
         assert!(a == b, "{}: {blocks} blocks a checkpoint differ", a.0);
     }
 }

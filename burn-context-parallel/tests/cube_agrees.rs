@@ -297,6 +297,6 @@ fn flash_blueprint(dim: usize) -> Blueprint {
         wide_addresses: true,
     };
     let blueprint = Blueprint::choose(&limits, dim);
-    assert!(blueprint.to_string().starts_with("rows: forward 32 rows by steps of 4"));
+    assert_eq!(blueprint.to_string(), "rows:32x4v8u2");
     blueprint
 }

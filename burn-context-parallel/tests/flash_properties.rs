@@ -3,7 +3,9 @@
 mod common;
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_context_parallel::flash::{self, FlashOptions, flash_attention_with_lse, merge, reference};
+use burn_context_parallel::flash::{
+    self, Blueprint, Family, FlashOptions, Tiles, flash_attention_with_lse, merge, reference,
+};
 use burn_context_parallel::sequence::{Documents, PerToken};
 use common::{close, difference, largest, random, values};
 use proptest::prelude::*;
@@ -363,4 +365,41 @@ fn empty_inputs_give_empty_results(#[case] q: [usize; 4], #[case] kv: [usize; 4]
     let (dq, dk, dv) = flash::backward(query, k, v, d_out, lse, delta, &options).unwrap();
     assert_eq!((dq.dims(), dk.dims(), dv.dims()), (q, kv, kv));
     assert!([dq, dk, dv].iter().all(|t| values(t).iter().all(|x| *x == 0.0)));
+}
+
+proptest! {
+    /// What is printed can be forced.
+    #[test]
+    fn blueprints_are_read_as_they_are_written(
+        numbers in proptest::array::uniform12(0usize..10_000), block in any::<bool>(), one in any::<bool>()
+    ) {
+        let tiles = |n: usize| {
+            let [vector, own, step, units] = [0, 1, 2, 3].map(|i| numbers[if one { i } else { 4 * n + i }]);
+            Tiles { vector, own, step, units }
+        };
+        let family = if block { Family::Block } else { Family::Rows };
+        let blueprint = Blueprint { family, forward: tiles(0), queries: tiles(1), keys: tiles(2) };
+        prop_assert_eq!(blueprint.to_string().parse(), Ok(blueprint));
+    }
+}
+
+#[rstest]
+fn other_text_is_no_blueprint(
+    #[values(
+        "",
+        "block",
+        "block:",
+        "blocks:64x64v4u256",
+        "block:64x64v4",
+        "block:64x64v4u256,64x64v4u256",
+        "block:-64x64v4u256",
+        "block:64x64v4u256,",
+        "block:64v4x64u256",
+        "rows:99999999999999999999x4v1u1",
+        " rows:4x4v1u1"
+    )]
+    text: &str,
+) {
+    let error = text.parse::<Blueprint>().unwrap_err().to_string();
+    assert!(error.contains(&format!("{text:?}")) && error.contains("block:64x64v4u256"), "{error}");
 }

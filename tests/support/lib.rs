@@ -3,6 +3,7 @@
 mod devices;
 mod modules;
 mod rows;
+mod step;
 
 use std::fmt::Display;
 
@@ -12,6 +13,7 @@ use burn_context_parallel::group::{ProcessGroup, launch};
 pub use devices::{device, other_device, skipped};
 pub use modules::{assert_gradients, filled, gradients, norm, summed};
 pub use rows::{Row, batch, number, row};
+pub use step::{Named, Step};
 
 /// Reproducible values in about -1..1, the same on every machine.
 pub fn values(seed: u64, shape: &[usize]) -> TensorData {

@@ -1,11 +1,14 @@
 //! How kernels on a CubeCL device cut attention into tiles: a value that can be printed, checked against a device, and forced.
 
 use std::fmt;
+use std::str::FromStr;
 
 use crate::{Error, Result};
 
 /// How the kernels of one attention are built. By default [chosen](Self::choose) for the device; forced with
-/// [`FlashOptions::with_blueprint`](super::FlashOptions::with_blueprint).
+/// [`FlashOptions::with_blueprint`](super::FlashOptions::with_blueprint). [`blueprint_for`](super::blueprint_for) tells which it is.
+///
+/// As text, the family, and own x step, vector and units: of all kernels, or of forward, dq, and dk and dv.
 ///
 /// ```
 /// use burn_context_parallel::flash::{Blueprint, DeviceLimits, Family};
@@ -13,6 +16,8 @@ use crate::{Error, Result};
 /// let processor = DeviceLimits { plane: 1, units: 2, vector: 16, shared_bytes: 48 << 10, bindings: 64, wide_addresses: true };
 /// let blueprint = Blueprint::choose(&processor, 64);
 /// assert_eq!(blueprint.family, Family::Rows);
+/// assert_eq!(blueprint.to_string(), "rows:64x4v16u2");
+/// assert_eq!("rows:64x4v16u2".parse(), Ok(blueprint));
 /// blueprint.check(&processor, 64)?;
 /// let error = blueprint.check(&DeviceLimits { bindings: 8, ..processor }, 64).unwrap_err();
 /// assert!(error.to_string().contains("10 buffers"));
@@ -213,6 +218,45 @@ impl fmt::Display for Tiles {
 impl fmt::Display for Blueprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { family, forward, queries, keys } = self;
-        write!(f, "{family}: forward {forward}; dq {queries}; dk and dv {keys}")
+        let text = |Tiles { vector, own, step, units }: &Tiles| format!("{own}x{step}v{vector}u{units}");
+        write!(f, "{family}:{}", text(forward))?;
+        if queries != forward || keys != forward {
+            write!(f, ",{},{}", text(queries), text(keys))?;
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for Blueprint {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let wrong = || {
+            Error::invalid(
+                "Blueprint",
+                format!("{text:?} is no blueprint"),
+                "write rows or block, a colon, and own x step v vector u units of one kernel for all, or of forward, dq, and dk \
+                 and dv: block:64x64v4u256, or block:64x64v4u256,64x64v4u256,32x32v4u256",
+            )
+        };
+        let (family, tiles) = text.split_once(':').ok_or_else(wrong)?;
+        let family = [Family::Rows, Family::Block].into_iter().find(|known| known.to_string() == family);
+        let family = family.ok_or_else(wrong)?;
+        let tiles: Option<Vec<Tiles>> = tiles.split(',').map(Tiles::read).collect();
+        match tiles.ok_or_else(wrong)?[..] {
+            [all] => Ok(Self { family, forward: all, queries: all, keys: all }),
+            [forward, queries, keys] => Ok(Self { family, forward, queries, keys }),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl Tiles {
+    fn read(text: &str) -> Option<Self> {
+        let (own, rest) = text.split_once('x')?;
+        let (step, rest) = rest.split_once('v')?;
+        let (vector, units) = rest.split_once('u')?;
+        let number = |text: &str| text.parse().ok();
+        Some(Self { vector: number(vector)?, own: number(own)?, step: number(step)?, units: number(units)? })
     }
 }

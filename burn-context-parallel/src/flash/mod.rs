@@ -160,6 +160,33 @@ pub fn forward(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &FlashOptions)
     run("flash::forward", q, k, v, options)
 }
 
+/// How the kernels of an attention of queries `q` are cut: as the options force it, or chosen for the device; None on devices without
+/// such kernels (Flex).
+///
+/// With the feature `autotune` the chosen tiles are the first of those that are tried.
+///
+/// # Errors
+///
+/// [`Unsupported`](crate::Error::Unsupported): the device cannot have the blueprint.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_context_parallel::flash::{FlashOptions, blueprint_for};
+///
+/// let q = Tensor::<4>::ones([1, 4, 2, 8], &Device::flex());
+/// assert_eq!(blueprint_for(&q, &FlashOptions::causal())?, None);
+/// # Ok::<(), burn_context_parallel::Error>(())
+/// ```
+pub fn blueprint_for(q: &Tensor<4>, options: &FlashOptions) -> Result<Option<Blueprint>> {
+    #[cfg(feature = "cube")]
+    return cube::blueprint_for(&q.clone().into_dispatch(), options);
+    #[cfg(not(feature = "cube"))]
+    {
+        let _ = (q, options);
+        Ok(None)
+    }
+}
+
 fn run(
     operation: &'static str,
     q: Tensor<4>,

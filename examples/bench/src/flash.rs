@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Distribution, Tensor};
-use burn_context_parallel::flash::{FlashOptions, flash_attention, reference};
+use burn_context_parallel::flash::{Blueprint, FlashOptions, blueprint_for, flash_attention, reference};
 use burn_context_parallel::vjp::pullback;
 use llama::DeviceChoice;
 
@@ -32,6 +32,16 @@ pub struct Args {
     /// Where it runs, as this program was built: flex, cpu, wgpu, vulkan, cuda:N, rocm:N, metal.
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::FLEX)]
     device: DeviceChoice,
+    /// How kernels are cut on a CubeCL device, in place of what is chosen for it: block:64x64v4u256 (own x step rows, vector, units), of all
+    /// kernels, or of forward, dq, and dk and dv.
+    #[arg(long, value_name = "TILES")]
+    blueprint: Option<Blueprint>,
+}
+
+impl Args {
+    fn options(&self) -> FlashOptions {
+        FlashOptions { blueprint: self.blueprint, ..FlashOptions::causal() }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -52,9 +62,9 @@ impl Side {
         }
     }
 
-    fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
+    fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &FlashOptions) -> Result<Tensor<4>> {
         Ok(match self {
-            Self::Flash => flash_attention(q, k, v, &FlashOptions::causal())?,
+            Self::Flash => flash_attention(q, k, v, options)?,
             Self::Reference => reference::attention(q, k, v, &FlashOptions::causal())?,
             Self::Burn => {
                 let options = AttentionModuleOptions { is_causal: true, ..Default::default() };
@@ -64,10 +74,10 @@ impl Side {
     }
 
     /// Output and the gradients of q, k, v.
-    fn step(self, inputs: &[Tensor<4>; 4]) -> Result<[Tensor<4>; 4]> {
+    fn step(self, inputs: &[Tensor<4>; 4], options: &FlashOptions) -> Result<[Tensor<4>; 4]> {
         let [q, k, v, d_out] = inputs;
         let [q, k, v] = [q, k, v].map(|x| x.clone().autodiff().require_grad());
-        let out = self.attend(q.clone(), k.clone(), v.clone())?;
+        let out = self.attend(q.clone(), k.clone(), v.clone(), options)?;
         let value = out.clone().inner();
         let mut grads = pullback(out, d_out.clone());
         let mut grad = |x: Tensor<4>| x.grad_remove(&mut grads).context("no gradient");
@@ -80,12 +90,21 @@ pub fn run(args: &Args) -> Result<String> {
         refuse("--seq-len, --heads, --head-dim: use positive numbers".to_owned());
     }
     let device = args.device.open().unwrap_or_else(|error| refuse(format!("--device: {error}")));
+    let q = Tensor::zeros([1, args.heads, 1, args.head_dim], &device);
+    let blueprint = match blueprint_for(&q, &args.options()) {
+        Ok(None) if args.blueprint.is_some() => {
+            refuse(format!("--blueprint: {} has no kernels to be cut", args.device))
+        }
+        Ok(None) => String::new(),
+        Ok(Some(blueprint)) => format!(", kernels {blueprint}"),
+        Err(error) => refuse(format!("--blueprint: {error}")),
+    };
     let peak = match args.device.runtime().is_heap() {
         true => "bytes above the inputs",
         false => "bytes by which the device's pools grow",
     };
     let mut out = format!(
-        "causal attention, f32, on {}, one sequence, {} heads of {}: forward off the tape, and forward + backward under autodiff\n\
+        "causal attention, f32, on {}{blueprint}, one sequence, {} heads of {}: forward off the tape, and forward + backward under autodiff\n\
          medians of {} turns; GFLOP/s at 4 D a visible pair of tokens forward, 14 D forward + backward (what else a side computes does\n\
          not count); peak: {peak}, forward + backward\n\n",
         args.device, args.heads, args.head_dim, args.repeats
@@ -121,9 +140,10 @@ fn measure(args: &Args, len: usize, device: &Device) -> Result<[(Samples, Sample
     let shape = [1, args.heads, len, args.head_dim];
     let inputs: [Tensor<4>; 4] = std::array::from_fn(|_| Tensor::random(shape, Distribution::Normal(0.0, 1.0), device));
 
-    let expected = Side::Reference.step(&inputs)?.map(Tensor::into_data);
+    let options = args.options();
+    let expected = Side::Reference.step(&inputs, &options)?.map(Tensor::into_data);
     for side in SIDES {
-        let found = side.step(&inputs)?.map(Tensor::into_data);
+        let found = side.step(&inputs, &options)?.map(Tensor::into_data);
         for ((name, a), b) in ["out", "dq", "dk", "dv"].iter().zip(&found).zip(&expected) {
             agree(name, a, b).with_context(|| format!("{} at S {len}", side.name()))?;
         }
@@ -132,14 +152,14 @@ fn measure(args: &Args, len: usize, device: &Device) -> Result<[(Samples, Sample
 
     let mut samples: [(Samples, Samples); 3] = Default::default();
     for (side, (_, both)) in SIDES.iter().zip(&mut samples) {
-        both.take_pools(device, || side.step(&inputs))?;
+        both.take_pools(device, || side.step(&inputs, &options))?;
     }
     for turn in 0..args.repeats as usize {
         for index in order(SIDES.len(), turn) {
             let (forward, both) = &mut samples[index];
             let [q, k, v] = [0, 1, 2].map(|i| inputs[i].clone());
-            forward.take(device, || SIDES[index].attend(q, k, v))?;
-            both.take(device, || SIDES[index].step(&inputs))?;
+            forward.take(device, || SIDES[index].attend(q, k, v, &options))?;
+            both.take(device, || SIDES[index].step(&inputs, &options))?;
         }
     }
     Ok(samples)

@@ -61,6 +61,13 @@ pub(super) fn blueprint(limits: &DeviceLimits, dim: usize, options: &FlashOption
     Ok(blueprint)
 }
 
+/// The blueprint of the kernels for a tensor, if its device has them.
+pub(in super::super) fn blueprint_for(tensor: &DispatchTensor, options: &FlashOptions) -> Result<Option<Blueprint>> {
+    let Some(limits) = client(tensor).map(|client| limits(&client)) else { return Ok(None) };
+    let dim = tensor.shape().as_slice().last().copied().unwrap_or_default();
+    blueprint(&limits, dim, options).map(Some)
+}
+
 /// The client of a tensor's device.
 fn client(tensor: &DispatchTensor) -> Option<Client> {
     let kind = match &tensor.kind {

@@ -34,8 +34,8 @@ use super::check::{check_primitive, check_primitives};
 use super::{FlashOps, FlashOptions};
 use crate::OrRaise;
 
-pub(super) use device::check_tensor;
 pub use device::device_limits;
+pub(super) use device::{blueprint_for, check_tensor};
 use launch::Launch;
 pub use memory::{device_backward_bytes, device_forward_bytes};
 
