@@ -179,7 +179,9 @@ pub fn forward(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &FlashOptions)
 /// ```
 pub fn blueprint_for(q: &Tensor<4>, options: &FlashOptions) -> Result<Option<Blueprint>> {
     #[cfg(feature = "cube")]
-    return cube::blueprint_for(&q.clone().into_dispatch(), options);
+    {
+        cube::blueprint_for(&q.clone().into_dispatch(), options)
+    }
     #[cfg(not(feature = "cube"))]
     {
         let _ = (q, options);

@@ -40,7 +40,11 @@ pub struct Args {
 
 impl Args {
     fn options(&self) -> FlashOptions {
-        FlashOptions { blueprint: self.blueprint, ..FlashOptions::causal() }
+        let causal = FlashOptions::causal();
+        match self.blueprint {
+            Some(blueprint) => causal.with_blueprint(blueprint),
+            None => causal,
+        }
     }
 }
 
