@@ -15,7 +15,7 @@ use burn_upipe::checkpoint::Checkpointed;
 use burn_upipe::tiling::{TiledLinearCrossEntropy, TiledMlp, TiledNorm};
 use burn_upipe::upipe::{AttentionScheme, UPipeAttentionConfig};
 use llama::device::{DeviceChoice, DeviceError, Runtime, Standing};
-use tests::{tensor, values};
+use tests::{skipped, tensor, values};
 
 /// One thing to ask for: refused as an error, or computed with finite gradients.
 type Probe = fn(ProcessGroup) -> Result<()>;
@@ -235,7 +235,10 @@ fn standing(runtime: Runtime) -> &'static str {
             }
         }
         Err(DeviceError::NotCompiled { .. }) => assert!(!runtime.is_compiled_in()),
-        Err(error) => assert!(matches!(error, DeviceError::NotStarted { .. }) && runtime != Runtime::Flex, "{error}"),
+        Err(error) => {
+            assert!(matches!(error, DeviceError::NotStarted { .. }) && runtime != Runtime::Flex, "{error}");
+            skipped("readme_is_true", &format!("{runtime} does not start here: {error}"));
+        }
     }
     match runtime.standing() {
         Standing::Run => "run",

@@ -4,7 +4,7 @@ mod common;
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_context_parallel::flash::{
-    self, Blueprint, Family, FlashOptions, Tiles, flash_attention_with_lse, merge, reference,
+    self, Blueprint, DeviceLimits, Family, FlashOptions, Tiles, flash_attention_with_lse, merge, reference,
 };
 use burn_context_parallel::sequence::{Documents, PerToken};
 use common::{close, difference, largest, random, values};
@@ -403,3 +403,36 @@ fn other_text_is_no_blueprint(
     let error = text.parse::<Blueprint>().unwrap_err().to_string();
     assert!(error.contains(&format!("{text:?}")) && error.contains("block:64x64v4u256"), "{error}");
 }
+
+/// Those would be read and written beyond their memory, or never end.
+#[rstest]
+#[case::a_row_of_a_sum_has_no_room("block:1x1v4u1", 64, "a row of a sum is 16 vectors of 4, shared memory has 10")]
+#[case::nor_number_by_number("block:4x4v16u16", 256, "a row of a sum is 256 vectors of 1, shared memory has 136")]
+#[case::units("rows:64x4v16u4294967296", 64, "4294967296 units a cube, the device has 256 at most")]
+#[case::rows("block:4294967296x4294967296v4u256", 64, "own 1024 rows at most")]
+#[case::vectors("rows:64x4v32u2", 64, "use a vector of 1, 2, 4, 8 or 16 numbers")]
+#[case::dimension("rows:64x4v16u2", 257, "a head dimension of 257")]
+fn blueprints_that_no_kernel_can_have(#[case] text: &str, #[case] dim: usize, #[case] message: &str) {
+    let blueprint: Blueprint = text.parse().unwrap();
+    let error = blueprint.check(&LIMITS, dim).unwrap_err().to_string();
+    assert!(error.contains(message), "{error}");
+}
+
+/// The smallest and the largest devices have a blueprint for every head dimension.
+#[test]
+fn every_head_dimension_has_a_blueprint() {
+    for (plane, units, shared_bytes) in
+        [(1, 1, 0), (1, 64, 32 << 10), (8, 64, 16 << 10), (32, 1024, 48 << 10), (64, 256, 64 << 10)]
+    {
+        for vector in [1, 4, 16] {
+            let limits = DeviceLimits { plane, units, vector, shared_bytes, ..LIMITS };
+            for dim in 1..=256 {
+                let blueprint = Blueprint::choose(&limits, dim);
+                assert_eq!(blueprint.check(&limits, dim), Ok(()), "{limits:?}, {dim}: {blueprint}");
+            }
+        }
+    }
+}
+
+const LIMITS: DeviceLimits =
+    DeviceLimits { plane: 32, units: 256, vector: 4, shared_bytes: 48 << 10, bindings: 64, wide_addresses: true };

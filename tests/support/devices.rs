@@ -1,11 +1,27 @@
 //! The device that a build of the tests is made for.
 
 use std::io::{Write, stderr};
+use std::panic::catch_unwind;
+use std::sync::OnceLock;
 
-use burn::tensor::Device;
+use burn::tensor::{Device, Tensor};
 
-/// The CubeCL device of the build's features, or Flex.
+/// The CubeCL device of the build's features, or Flex: also, as a counted skip of the whole binary, where its runtime does not start.
 pub fn device() -> Device {
+    static STARTS: OnceLock<bool> = OnceLock::new();
+    let device = of_the_build();
+    let starts = STARTS.get_or_init(|| {
+        let probe = || Tensor::<1>::ones([1], &of_the_build()).exp().try_into_data().is_ok();
+        let starts = catch_unwind(probe).unwrap_or(false);
+        if !starts {
+            skipped("all tests of this binary", &format!("{device:?} does not start here; they run on Flex"));
+        }
+        starts
+    });
+    if *starts { device } else { Device::flex() }
+}
+
+fn of_the_build() -> Device {
     #[cfg(feature = "cpu")]
     return Device::cpu();
     #[cfg(all(feature = "wgpu", not(feature = "cpu")))]

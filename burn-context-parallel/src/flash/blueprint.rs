@@ -52,7 +52,8 @@ pub struct Tiles {
     pub vector: usize,
     /// Rows that a unit (`rows`) or a cube (`block`) owns.
     pub own: usize,
-    /// Rows of the other side that are met at once. The forward pass's sums depend on it, by rounding; nothing else here changes a bit.
+    /// Rows of the other side that are met at once. The forward pass's sums depend on it, by rounding, and in the family `block` on the units;
+    /// on nothing else here.
     pub step: usize,
     /// Units of a cube.
     pub units: usize,
@@ -77,6 +78,8 @@ pub struct DeviceLimits {
 
 /// The largest head dimension.
 pub(crate) const MAX_DIM: usize = 256;
+/// The most rows of a tile.
+const MAX_ROWS: usize = 1024;
 /// Buffers of the kernel that has most of them: q, k, v, d_out, lse, delta, the table, dk, dv, and sizes.
 const BUFFERS: usize = 10;
 /// Tiles that are tried for a kernel.
@@ -117,7 +120,8 @@ impl Blueprint {
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`], with the numbers, if the device has too few units, bytes of shared memory or buffers, or tiles do not divide.
+    /// [`Error::Unsupported`], with the numbers, if the device has too few units, bytes of shared memory or buffers, if tiles do not divide, or
+    /// if they are too small for a row.
     pub fn check(&self, limits: &DeviceLimits, dim: usize) -> Result<()> {
         let refuse = |problem: String, remedy: &str| Err(Error::unsupported("Blueprint", problem, remedy));
         if dim == 0 || dim > MAX_DIM {
@@ -135,6 +139,13 @@ impl Blueprint {
                     "use a vector of 1, 2, 4, 8 or 16 numbers, and at least one row and unit",
                 );
             }
+            if own.max(step) > MAX_ROWS {
+                return refuse(format!("{name}: {tiles}"), "own 1024 rows at most, and step over 1024 at most");
+            }
+            if units > limits.units {
+                let problem = format!("{name}: {units} units a cube, the device has {} at most", limits.units);
+                return refuse(problem, "use fewer units");
+            }
             match self.family {
                 Family::Rows => {
                     if !own.is_multiple_of(vector) || own > 8 * vector || step > 32 {
@@ -149,9 +160,15 @@ impl Blueprint {
                             "use a square number of units, rows that its root divides, and a vector that divides 16";
                         return refuse(format!("{name}: {tiles}"), remedy);
                     }
-                    if units > limits.units {
-                        let problem = format!("{name}: {units} units a cube, the device has {} at most", limits.units);
-                        return refuse(problem, "use fewer units");
+                    // Tensors whose rows do not lie for that vector are read number by number.
+                    for vector in [vector, 1] {
+                        let (room, row) = (stage(vector, own + step), sum_row(vector, block_side(units), dim));
+                        if room < row {
+                            let problem = format!(
+                                "{name}: {tiles}; a row of a sum is {row} vectors of {vector}, shared memory has {room}"
+                            );
+                            return refuse(problem, "own more rows, step over more, or use fewer units");
+                        }
                     }
                     let bytes = shared_bytes(tiles);
                     if bytes > limits.shared_bytes {
@@ -169,6 +186,21 @@ impl Blueprint {
 /// Units along one side of a cube of the family `block`.
 pub(crate) fn block_side(units: usize) -> usize {
     units.isqrt()
+}
+
+/// Vectors from row to row of a slab: one more than it has, so that rows begin in different banks.
+pub(crate) fn slab_row(vector: usize) -> usize {
+    SLAB / vector + 1
+}
+
+/// Vectors of the slabs of so many rows in shared memory.
+pub(crate) fn stage(vector: usize, rows: usize) -> usize {
+    rows * slab_row(vector)
+}
+
+/// Vectors of a row of D numbers that `side` units share evenly.
+pub(crate) fn sum_row(vector: usize, side: usize, dim: usize) -> usize {
+    dim.div_ceil(vector).next_multiple_of(side)
 }
 
 /// Bytes of shared memory of a cube of the family `block`: a slab of own rows and one of the other side's, twice, scores, and a statistic a

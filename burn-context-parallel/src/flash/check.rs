@@ -255,16 +255,20 @@ pub(crate) fn check_primitive<T: TensorMetadata>(
     ))
 }
 
-/// A gradient or row statistic beside the inputs: shape and type.
+/// A gradient or row statistic beside the queries: place, shape and type.
 pub(crate) fn check_beside<const D: usize>(
     operation: &'static str,
-    name: &'static str,
-    tensor: &Tensor<D>,
+    q: &Tensor<4>,
+    (name, tensor): (&'static str, &Tensor<D>),
     shape: [usize; D],
     dtype: DType,
 ) -> Result<()> {
     check_untracked(operation, name, tensor)?;
     check_places(operation, &[(name, tensor.clone().into_dispatch())], &FlashOptions::default())?;
+    if tensor.device() != q.device() {
+        let problem = format!("q is on {:?} and {name} on {:?}", q.device(), tensor.device());
+        return Err(Error::invalid(operation, problem, format!("move {name} to q's device")));
+    }
     if tensor.dims() != shape || tensor.dtype() != dtype {
         return Err(Error::invalid(
             operation,

@@ -18,14 +18,14 @@
 //! Sizes in this module: B batch, H query heads, G key/value heads, Sq queries, Sk keys, D head dimension. Grouped-query
 //! attention is native: query head `h` reads key/value head `h / (H / G)`, nothing is copied per head.
 //!
-//! A mask costs what it leaves: tiles of 96 x 96 scores that it empties are not visited, so that a window takes O(S window) and
+//! A mask costs what it leaves: tiles of scores (on Flex devices 96 x 96) that it empties are not visited, so that a window takes O(S window) and
 //! documents the sum of their squares. What options cannot say, a dense mask or a bias, is [`reference::dense_attention`]'s, in O(S^2).
 //!
 //! On CubeCL devices the kernels are compiled for the device when they are first used, from one source: a family for processors, in registers, and one for
 //! graphics cards, in shared memory. [`Blueprint`] says how they are cut; the [default](Blueprint::choose) follows from what the device is, with the
 //! feature `autotune` the fastest of those that give the same bits is taken.
 //!
-//! Element types: f32 (with scores beyond 128 in f64, since their rounding would show); f16 and bf16 computed in f32 and rounded once; f64 computed in f64, for checking, on Flex devices only. Results are
+//! Element types: f32 (scores beyond 128 with 20 bits and more beyond it, in f64 or in two parts, since their rounding would show; on CubeCL devices not those that a softcap beyond 128 bends); f16 and bf16 computed in f32 and rounded once; f64 computed in f64, for checking, on Flex devices only. Results are
 //! the same bits from run to run and on any number of threads.
 //!
 //! Not built, and refused: a value head dimension other than D; on CubeCL devices head dimensions beyond 256.
@@ -160,31 +160,32 @@ pub fn forward(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, options: &FlashOptions)
     run("flash::forward", q, k, v, options)
 }
 
-/// How the kernels of an attention of queries `q` are cut: as the options force it, or chosen for the device; None on devices without
+/// How the kernels of an attention of `q` and `k` are cut: as the options force it, or chosen for the device; None on devices without
 /// such kernels (Flex).
 ///
-/// With the feature `autotune` the chosen tiles are the first of those that are tried.
+/// With the feature `autotune`, once such an attention has run: the tiles that were found to be the fastest.
 ///
 /// # Errors
 ///
-/// [`Unsupported`](crate::Error::Unsupported): the device cannot have the blueprint.
+/// As [`flash_attention`].
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
 /// use burn_context_parallel::flash::{FlashOptions, blueprint_for};
 ///
 /// let q = Tensor::<4>::ones([1, 4, 2, 8], &Device::flex());
-/// assert_eq!(blueprint_for(&q, &FlashOptions::causal())?, None);
+/// assert_eq!(blueprint_for(&q, &q, &FlashOptions::causal())?, None);
 /// # Ok::<(), burn_context_parallel::Error>(())
 /// ```
-pub fn blueprint_for(q: &Tensor<4>, options: &FlashOptions) -> Result<Option<Blueprint>> {
+pub fn blueprint_for(q: &Tensor<4>, k: &Tensor<4>, options: &FlashOptions) -> Result<Option<Blueprint>> {
+    let shape = check::check_inputs("flash::blueprint_for", q, k, k, options)?;
     #[cfg(feature = "cube")]
     {
-        cube::blueprint_for(&q.clone().into_dispatch(), options)
+        cube::blueprint_for(&q.clone().into_dispatch(), &shape, options)
     }
     #[cfg(not(feature = "cube"))]
     {
-        let _ = (q, options);
+        let _ = shape;
         Ok(None)
     }
 }
@@ -279,13 +280,13 @@ pub fn backward_onto(
     }
     let shape = check::check_inputs(operation, &q, &k, &v, options)?;
     let rows = check::row_dtype(operation, q.dtype())?;
-    check::check_beside(operation, "d_out", &d_out, shape.q(), q.dtype())?;
-    check::check_beside(operation, "lse", &lse, shape.rows(), rows)?;
-    check::check_beside(operation, "delta", &delta, shape.rows(), rows)?;
+    check::check_beside(operation, &q, ("d_out", &d_out), shape.q(), q.dtype())?;
+    check::check_beside(operation, &q, ("lse", &lse), shape.rows(), rows)?;
+    check::check_beside(operation, &q, ("delta", &delta), shape.rows(), rows)?;
     if let Some((dk, dv)) = &sums {
         let dtype = options.result_dtype(q.dtype());
-        check::check_beside(operation, "dk so far", dk, shape.kv(), dtype)?;
-        check::check_beside(operation, "dv so far", dv, shape.kv(), dtype)?;
+        check::check_beside(operation, &q, ("dk so far", dk), shape.kv(), dtype)?;
+        check::check_beside(operation, &q, ("dv so far", dv), shape.kv(), dtype)?;
     }
     let [q, k, v, d_out] = [q, k, v, d_out].map(Tensor::into_dispatch);
     let [lse, delta] = [lse, delta].map(Tensor::into_dispatch);
@@ -309,7 +310,7 @@ pub fn backward_onto(
 ///
 /// # Panics
 ///
-/// If the shapes or devices differ.
+/// If the shapes or devices differ, and of f64 on CubeCL devices.
 ///
 /// # Memory
 ///

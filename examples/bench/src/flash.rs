@@ -94,29 +94,33 @@ pub fn run(args: &Args) -> Result<String> {
         refuse("--seq-len, --heads, --head-dim: use positive numbers".to_owned());
     }
     let device = args.device.open().unwrap_or_else(|error| refuse(format!("--device: {error}")));
-    let q = Tensor::zeros([1, args.heads, 1, args.head_dim], &device);
-    let blueprint = match blueprint_for(&q, &args.options()) {
-        Ok(None) if args.blueprint.is_some() => {
-            refuse(format!("--blueprint: {} has no kernels to be cut", args.device))
-        }
-        Ok(None) => String::new(),
-        Ok(Some(blueprint)) => format!(", kernels {blueprint}"),
-        Err(error) => refuse(format!("--blueprint: {error}")),
-    };
     let peak = match args.device.runtime().is_heap() {
         true => "bytes above the inputs",
         false => "bytes by which the device's pools grow",
     };
     let mut out = format!(
-        "causal attention, f32, on {}{blueprint}, one sequence, {} heads of {}: forward off the tape, and forward + backward under autodiff\n\
+        "causal attention, f32, on {}, one sequence, {} heads of {}: forward off the tape, and forward + backward under autodiff\n\
          medians of {} turns; GFLOP/s at 4 D a visible pair of tokens forward, 14 D forward + backward (what else a side computes does\n\
          not count); peak: {peak}, forward + backward\n\n",
         args.device, args.heads, args.head_dim, args.repeats
     );
     let mut rows =
         table(&["S", "side", "forward s", "GFLOP/s", "ratio", "fwd + bwd s", "GFLOP/s", "ratio", "peak MiB", "ratio"]);
+    let mut blueprints = String::new();
     for &len in &args.seq_len {
+        let q = || Tensor::<4>::zeros([1, args.heads, len, args.head_dim], &device);
+        match blueprint_for(&q(), &q(), &args.options()) {
+            Ok(None) if args.blueprint.is_some() => {
+                refuse(format!("--blueprint: {} has no kernels to be cut", args.device))
+            }
+            Ok(_) => {}
+            Err(error) if args.blueprint.is_some() => refuse(format!("--blueprint: {error}")),
+            Err(error) => refuse(format!("--device: {error}")),
+        }
         let sides = measure(args, len, &device)?;
+        if let Some(blueprint) = blueprint_for(&q(), &q(), &args.options())? {
+            write!(blueprints, "\nS {len}: kernels {blueprint}")?;
+        }
         let pairs = args.heads as f64 * len as f64 * (len as f64 + 1.0) / 2.0;
         let gflops = |per_pair: f64, seconds: f64| per_pair * args.head_dim as f64 * pairs / seconds / 1e9;
         let [(forward0, both0), ..] = &sides;
@@ -135,7 +139,7 @@ pub fn run(args: &Args) -> Result<String> {
             ]);
         }
     }
-    write!(out, "{rows}\n\nratio: times flash's")?;
+    write!(out, "{rows}\n\nratio: times flash's{blueprints}")?;
     Ok(out)
 }
 

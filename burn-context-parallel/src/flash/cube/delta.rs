@@ -1,8 +1,16 @@
 //! What the backward kernels subtract: `delta = rowsum(d_out out)`, less the gradient of the log-sum-exp.
 
+use burn::backend::TensorMetadata;
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::tensor::{DType, Shape};
+use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
+use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
+use super::super::check::check_primitive;
+use super::launch::{address, cubes};
 use super::place;
+use crate::{Error, Result};
 
 /// A unit a row, counted over sequences, heads and queries.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
@@ -36,4 +44,49 @@ pub(super) fn row_delta<E: Float, O: Float>(
     }
     let at = place::row(&*delta, b, h, i);
     delta[at] = sum;
+}
+
+/// `rowsum(d_out out)`, less `d_lse`.
+pub(super) fn delta(
+    operation: &'static str,
+    d_out: CubeTensor,
+    out: CubeTensor,
+    d_lse: Option<CubeTensor>,
+) -> Result<CubeTensor> {
+    let client = out.client.clone();
+    let shape = out.shape();
+    if [d_out.dtype(), out.dtype()].contains(&DType::F64) {
+        let problem = "f64 on a CubeCL device, whose kernels compute in f32";
+        return Err(Error::unsupported(operation, problem, "cast to f32, or use a Flex device"));
+    }
+    check_primitive(operation, "d_out", &d_out, &shape, d_out.dtype())?;
+    if let Some(d_lse) = &d_lse {
+        check_primitive(operation, "d_lse", d_lse, &shape[..3], DType::F32)?;
+    }
+    let rows = Shape::from([shape[0], shape[1], shape[2]]);
+    if shape.num_elements() == 0 {
+        return Ok(zeros_client(client, out.device.clone(), rows, DType::F32));
+    }
+    let delta = empty_device_contiguous_dtype(client.clone(), out.device.clone(), rows.clone(), DType::F32);
+    let each = (client.properties().hardware.max_units_per_cube as usize).min(64);
+    let (count, dim) = (cubes(rows.num_elements().div_ceil(each)), CubeDim::new_1d(each as u32));
+    let dtypes = [d_out.dtype(), out.dtype()].map(dtype_to_elem_type);
+    let less = d_lse.is_some();
+    let address = address([&d_out, &out]);
+    // SAFETY: the kernel reads and writes only inside the shapes of its tensors. Without `less` it reads nothing of d_lse.
+    unsafe {
+        row_delta::launch_unchecked(
+            &client,
+            count,
+            dim,
+            address,
+            d_out.into_tensor_arg(),
+            out.into_tensor_arg(),
+            d_lse.unwrap_or_else(|| delta.clone()).into_tensor_arg(),
+            delta.clone().into_tensor_arg(),
+            less,
+            dtypes,
+        );
+    }
+    Ok(delta)
 }

@@ -6,8 +6,8 @@ use burn_cubecl::CubeDevice;
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 
-use super::super::FlashOptions;
 use super::super::blueprint::{Blueprint, DeviceLimits};
+use super::super::{FlashOptions, FlashShape};
 use crate::{Error, Result};
 
 /// What kernels must fit in on a CubeCL device.
@@ -40,7 +40,7 @@ pub(in super::super) fn check_tensor(
         let problem = format!("{name} is f64 on a CubeCL device, whose kernels compute in f32");
         return Err(Error::unsupported(operation, problem, "cast to f32, or use a Flex device"));
     }
-    let Some(limits) = client(tensor).map(|client| limits(&client)) else { return Ok(()) };
+    let Some(limits) = device(tensor).map(|device| device_limits(&device)) else { return Ok(()) };
     let elements = shape.num_elements();
     if elements > i32::MAX as usize && !limits.wide_addresses {
         let problem = format!("{name} has {elements} elements, the device addresses {} at most", i32::MAX);
@@ -61,24 +61,29 @@ pub(super) fn blueprint(limits: &DeviceLimits, dim: usize, options: &FlashOption
     Ok(blueprint)
 }
 
-/// The blueprint of the kernels for a tensor, if its device has them.
-pub(in super::super) fn blueprint_for(tensor: &DispatchTensor, options: &FlashOptions) -> Result<Option<Blueprint>> {
-    let Some(limits) = client(tensor).map(|client| limits(&client)) else { return Ok(None) };
-    let dim = tensor.shape().as_slice().last().copied().unwrap_or_default();
-    blueprint(&limits, dim, options).map(Some)
+/// The blueprint of the kernels for queries, and so many keys, if their device has them.
+pub(in super::super) fn blueprint_for(
+    q: &DispatchTensor,
+    shape: &FlashShape,
+    options: &FlashOptions,
+) -> Result<Option<Blueprint>> {
+    let Some(device) = device(q) else { return Ok(None) };
+    let blueprint = blueprint(&device_limits(&device), shape.head_dim, options)?;
+    #[cfg(feature = "autotune")]
+    let blueprint = super::tune::tuned(blueprint, &device, shape, q.dtype(), options);
+    Ok(Some(blueprint))
 }
 
-/// The client of a tensor's device.
-fn client(tensor: &DispatchTensor) -> Option<Client> {
+/// A tensor's device, if that is one of CubeCL's.
+fn device(tensor: &DispatchTensor) -> Option<CubeDevice> {
     let kind = match &tensor.kind {
         DispatchTensorKind::Autodiff(inner) => inner,
         kind => kind,
     };
     let DispatchTensorKind::Cube(tensor) = kind else { return None };
-    let device = match tensor {
-        BackendTensor::Float(tensor) => TensorMetadata::device(tensor),
-        BackendTensor::Autodiff(tensor) => TensorMetadata::device(tensor),
-        _ => return None,
-    };
-    Some(device.client())
+    match tensor {
+        BackendTensor::Float(tensor) => Some(TensorMetadata::device(tensor)),
+        BackendTensor::Autodiff(tensor) => Some(TensorMetadata::device(tensor)),
+        _ => None,
+    }
 }

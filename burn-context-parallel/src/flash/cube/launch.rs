@@ -14,7 +14,6 @@ use cubecl::prelude::*;
 use super::super::blueprint::{Blueprint, DeviceLimits, Family, Tiles};
 use super::super::{FlashOptions, FlashShape};
 use super::block::{BlockConfig, block_forward, block_keys, block_queries};
-use super::delta::row_delta;
 use super::device;
 use super::rows::{RowsConfig, rows_forward, rows_keys, rows_queries};
 use super::table::{Labels, expect_lengths, table};
@@ -104,7 +103,7 @@ impl Launch {
         };
         let limits = device::limits(&q.client);
         let blueprint = device::blueprint(&limits, shape.head_dim, &options)?;
-        expect_lengths(operation, &shape)?;
+        expect_lengths(operation, &shape, &options)?;
         Ok(Self { shape, options, limits, blueprint, client: q.client.clone(), dtype: q.dtype(), scalars })
     }
 
@@ -135,9 +134,9 @@ impl Launch {
         }
         let out = self.empty(&q, &shape.q(), self.results());
         let lse = self.empty(&q, &shape.rows(), DType::F32);
-        let sizes = [shape.q_heads, shape.q_len, shape.k_len];
+        let sizes = of_queries(shape);
         let (tensors, results) = ([q.clone(), k, v], [out.clone(), lse.clone()]);
-        self.fastest("forward", &self.blueprint.forward, sizes, &q, move |this, tiles| {
+        self.fastest(FORWARD, &self.blueprint.forward, sizes, &q, move |this, tiles| {
             this.start_forward(tiles, tensors.clone(), results.clone());
             results[0].clone()
         });
@@ -177,9 +176,9 @@ impl Launch {
             None => [0; 2].map(|_| self.empty(&like, &shape.kv(), self.results())),
         };
         let dq = self.empty(&like, &shape.q(), self.results());
-        let sizes = [shape.q_heads, shape.q_len, shape.k_len];
+        let sizes = of_queries(shape);
         let (tensors, rows, result) = (inputs.clone(), statistics.clone(), dq.clone());
-        self.fastest("dq", &self.blueprint.queries, sizes, &like, move |this, tiles| {
+        self.fastest(QUERIES, &self.blueprint.queries, sizes, &like, move |this, tiles| {
             this.start_queries(tiles, tensors.clone(), rows.clone(), result.clone());
             result.clone()
         });
@@ -188,8 +187,8 @@ impl Launch {
             // Trying would add again and again.
             self.start_keys(&self.blueprint.keys, inputs, statistics, results, true);
         } else {
-            let sizes = [shape.kv_heads, shape.k_len, shape.q_len];
-            self.fastest("dk and dv", &self.blueprint.keys, sizes, &like, move |this, tiles| {
+            let sizes = of_keys(shape);
+            self.fastest(KEYS, &self.blueprint.keys, sizes, &like, move |this, tiles| {
                 this.start_keys(tiles, inputs.clone(), statistics.clone(), results.clone(), false);
                 results[0].clone()
             });
@@ -208,18 +207,9 @@ impl Launch {
     ) {
         #[cfg(feature = "autotune")]
         if self.options.blueprint.is_none() {
-            use super::tune::{Start, TilesKey, fastest};
+            use super::tune::{Start, fastest, key};
             let (this, family) = (self.clone(), self.blueprint.family);
-            let key = TilesKey {
-                kernel: format!("{family} {kernel}"),
-                element: dtype_to_elem_type(self.dtype),
-                dim: self.shape.head_dim,
-                labels: Labels::of(&self.options).any(),
-                softcap: self.options.softcap.is_some(),
-                heads: self.shape.batch * sizes[0],
-                own: sizes[1],
-                other: sizes[2],
-            };
+            let key = key(&self.shape, self.dtype, &self.options, family, kernel, sizes);
             let alternatives = tiles.alternatives(family);
             let start = move |n: usize| {
                 let tiles = alternatives[n];
@@ -351,45 +341,27 @@ impl Launch {
     }
 }
 
-/// `rowsum(d_out out)`, less `d_lse`.
-pub(super) fn delta(d_out: CubeTensor, out: CubeTensor, d_lse: Option<CubeTensor>) -> CubeTensor {
-    let client = out.client.clone();
-    let shape = out.shape();
-    let rows = Shape::from([shape[0], shape[1], shape[2]]);
-    if shape.num_elements() == 0 {
-        return zeros_client(client, out.device.clone(), rows, DType::F32);
-    }
-    let delta = empty_device_contiguous_dtype(client.clone(), out.device.clone(), rows.clone(), DType::F32);
-    let each = (client.properties().hardware.max_units_per_cube as usize).min(64);
-    let (count, dim) = (cubes(rows.num_elements().div_ceil(each)), CubeDim::new_1d(each as u32));
-    let dtypes = [d_out.dtype(), out.dtype()].map(dtype_to_elem_type);
-    let less = d_lse.is_some();
-    let address = address([&d_out, &out]);
-    // SAFETY: the kernel reads and writes only inside the shapes of its tensors. Without `less` it reads nothing of d_lse.
-    unsafe {
-        row_delta::launch_unchecked(
-            &client,
-            count,
-            dim,
-            address,
-            d_out.into_tensor_arg(),
-            out.into_tensor_arg(),
-            d_lse.unwrap_or_else(|| delta.clone()).into_tensor_arg(),
-            delta.clone().into_tensor_arg(),
-            less,
-            dtypes,
-        );
-    }
-    delta
+pub(super) const FORWARD: &str = "forward";
+pub(super) const QUERIES: &str = "dq";
+pub(super) const KEYS: &str = "dk and dv";
+
+/// Heads, own rows and the other side's, of the kernels that own queries.
+pub(super) fn of_queries(shape: &FlashShape) -> [usize; 3] {
+    [shape.q_heads, shape.q_len, shape.k_len]
+}
+
+/// The same of the kernel that owns keys.
+pub(super) fn of_keys(shape: &FlashShape) -> [usize; 3] {
+    [shape.kv_heads, shape.k_len, shape.q_len]
 }
 
 /// So many cubes, or a few more, in a grid of which no side is longer than devices allow.
-fn cubes(count: usize) -> CubeCount {
+pub(super) fn cubes(count: usize) -> CubeCount {
     const SIDE: usize = 65535;
     let rows = count.div_ceil(SIDE).max(1);
     CubeCount::Static(count.div_ceil(rows) as u32, rows as u32, 1)
 }
 
-fn address<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
+pub(super) fn address<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
     tensors.into_iter().map(CubeTensor::required_address_type).max().unwrap_or_default()
 }

@@ -80,7 +80,7 @@ impl FlashOps for CubeBackend {
     }
 
     fn flash_delta(d_out: FloatTensor<Self>, out: FloatTensor<Self>) -> FloatTensor<Self> {
-        launch::delta(rows_of(d_out), rows_of(out), None)
+        delta::delta("FlashOps::flash_delta", rows_of(d_out), rows_of(out), None).or_raise()
     }
 
     fn flash_delta_less(
@@ -88,7 +88,8 @@ impl FlashOps for CubeBackend {
         out: FloatTensor<Self>,
         d_lse: FloatTensor<Self>,
     ) -> FloatTensor<Self> {
-        launch::delta(rows_of(d_out), rows_of(out), Some(rows_of(d_lse)))
+        let d_lse = Some(rows_of(d_lse));
+        delta::delta("FlashOps::flash_delta_less", rows_of(d_out), rows_of(out), d_lse).or_raise()
     }
 }
 

@@ -55,6 +55,33 @@ pub(super) fn k_document(table: &[i32], b: usize, j: usize, k_len: usize, #[comp
     }
 }
 
+/// Whether a query that sees ranks `least .. limit`, and its document `asking`, sees a key.
+#[cube]
+pub(super) fn sees(rank: i32, document: i32, least: i32, limit: i32, asking: i32, #[comptime] labels: Labels) -> bool {
+    let mut seen = rank >= least && rank < limit;
+    if comptime!(labels.documents) {
+        seen = seen && document == asking;
+    }
+    seen
+}
+
+/// The opposite of [`sees`] for many queries, or many keys, at once.
+#[cube]
+pub(super) fn hides<N: Size>(
+    rank: &Vector<i32, N>,
+    document: &Vector<i32, N>,
+    least: &Vector<i32, N>,
+    limit: &Vector<i32, N>,
+    asking: &Vector<i32, N>,
+    #[comptime] labels: Labels,
+) -> Vector<bool, N> {
+    let mut hidden = rank.less_than(least).or(rank.greater_equal(limit));
+    if comptime!(labels.documents) {
+        hidden = hidden.or(asking.not_equal(document));
+    }
+    hidden
+}
+
 /// Whether some query of a tile may see some key of another, as far as documents and positions per token tell.
 #[cube]
 pub(super) fn meet(table: &[i32], b: usize, q_tile: usize, k_tile: usize, #[comptime] labels: Labels) -> bool {

@@ -65,14 +65,28 @@ impl Labels {
     }
 }
 
-/// Refuses sequences of 2^30 tokens or more, before anything is started.
-pub(super) fn expect_lengths(operation: &'static str, shape: &FlashShape) -> Result<()> {
+/// Refuses sequences of 2^30 tokens or more, and labels of which a table has no room, before anything is started.
+pub(super) fn expect_lengths(operation: &'static str, shape: &FlashShape, options: &FlashOptions) -> Result<()> {
     let (queries, keys) = (shape.q_len, shape.k_len);
-    if queries.max(keys) <= LONGEST {
-        return Ok(());
+    if queries.max(keys) > LONGEST {
+        let problem =
+            format!("{queries} queries and {keys} keys on a CubeCL device, whose tokens are counted in 30 bits");
+        return Err(Error::unsupported(operation, problem, "spread the sequence over more ranks"));
     }
-    let problem = format!("{queries} queries and {keys} keys on a CubeCL device, whose tokens are counted in 30 bits");
-    Err(Error::unsupported(operation, problem, "spread the sequence over more ranks"))
+    let documents = options.documents.as_ref().map_or(0, |(q, k)| q.rows().max(k.rows()));
+    let positions = options.positions.as_ref().map_or(0, |(q, k)| q.rows().max(k.rows()));
+    let rows = documents.saturating_add(positions);
+    // Three numbers of a token at most, and the extremes of its tile.
+    let numbers = rows.saturating_mul(4 * (queries + keys));
+    if numbers > i32::MAX as usize {
+        let problem = format!(
+            "documents or positions of {rows} rows of {queries} queries and {keys} keys on a CubeCL device, whose kernels read \
+             {} numbers of them at most",
+            i32::MAX
+        );
+        return Err(Error::unsupported(operation, problem, "take fewer sequences at once, or one row for all"));
+    }
+    Ok(())
 }
 
 /// The table of one attention, for tiles of so many queries and keys; the lengths were [checked](expect_lengths).
@@ -120,7 +134,7 @@ pub(super) fn table(options: &FlashOptions, shape: &FlashShape, tiles: [usize; 2
 
 /// Adds a part of rows of `len` numbers, and says in the head where.
 fn append(table: &mut Vec<i32>, (start, step): (usize, Option<usize>), values: &[i32], len: usize) {
-    table[start] = i32::try_from(table.len()).expect("parts of fewer than 2^30 tokens of a few rows");
+    table[start] = i32::try_from(table.len()).expect("refused by expect_lengths");
     if let Some(step) = step {
         table[step] = if values.len() > len { len as i32 } else { 0 };
     }

@@ -131,8 +131,8 @@ impl Runtime {
             Self::Wgpu => "a driver of Vulkan, Metal or DirectX 12 (without a graphics card: Mesa's llvmpipe)",
             Self::Vulkan => "a driver of Vulkan 1.3",
             Self::Cuda => {
-                "NVIDIA's driver, and libdevice.10.bc of a CUDA toolkit: in nvvm/libdevice of the folder that CUDA_PATH names, or of \
-                 /usr/local/cuda"
+                "NVIDIA's driver, and libdevice.10.bc of a CUDA toolkit: in nvvm/libdevice of the folder that CUDA_PATH names, or where that is not \
+                 set of /usr/local/cuda"
             }
             Self::Rocm => "AMD's driver and the HIP libraries of ROCm",
             Self::Metal => "macOS with a GPU of Apple's",

@@ -1,6 +1,6 @@
 //! What a kernel of the family `block` is compiled for.
 
-use super::super::super::blueprint::{SLAB, Tiles, block_side};
+use super::super::super::blueprint::{SLAB, Tiles, block_side, slab_row, stage, sum_row};
 use super::super::table::Labels;
 
 /// A cube of `side x side` units owns `own` rows, and meets the other side `step` rows at a time. Unit `(x, y)` has `m` of the own rows, from
@@ -27,7 +27,7 @@ impl BlockConfig {
         Self { dim, vector, own, step, side: block_side(units), labels, softcap, exact }
     }
 
-    /// Whether large scores are computed in two parts here: those that are bent are not large.
+    /// Whether large scores are computed in two parts here: not those that are bent, which are not large unless the cap is.
     pub fn is_exact(&self) -> bool {
         self.exact && !self.softcap
     }
@@ -63,12 +63,12 @@ impl BlockConfig {
 
     /// Vectors from row to row of a slab: one more than it has, so that rows begin in different banks.
     pub fn slab_row(&self) -> usize {
-        self.slab() + 1
+        slab_row(self.vector)
     }
 
     /// Vectors in shared memory.
     pub fn stage(&self) -> usize {
-        (self.own + self.step) * self.slab_row()
+        stage(self.vector, self.own + self.step)
     }
 
     /// Vectors of a sum's row that a unit has.
@@ -78,12 +78,12 @@ impl BlockConfig {
 
     /// Vectors from row to row while sums are taken.
     pub fn sum_row(&self) -> usize {
-        self.share() * self.side
+        sum_row(self.vector, self.side, self.dim)
     }
 
     /// Rows that are in shared memory at once while sums are taken: a power of two, no more than a step.
     pub fn sum_rows(&self) -> usize {
-        let most = (self.stage() / self.sum_row()).clamp(1, self.step);
+        let most = (self.stage() / self.sum_row()).min(self.step);
         let power = 1 << most.ilog2();
         // Of a step that is no power of two, too, whole chunks.
         (1..=power).rev().find(|rows| self.step.is_multiple_of(*rows)).unwrap_or(1)

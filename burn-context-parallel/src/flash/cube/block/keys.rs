@@ -117,10 +117,7 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                     let large = is_large(wholes[c]);
                     #[unroll]
                     for r in 0..m {
-                        let mut seen = ranks[r] >= least && ranks[r] < limit;
-                        if comptime!(labels.documents) {
-                            seen = seen && asking == document[r];
-                        }
+                        let seen = sight::sees(ranks[r], document[r], least, limit, asking, labels);
                         let s = tile::score(scores[r * n + c], scale, cap, config);
                         let mut less = s - wholes[c];
                         let at = (y * m + r) * step + x + c * side;

@@ -105,10 +105,8 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
                 for c in 0..n {
                     let j = j0 + x + c * side;
                     let rank = sight::rank(table, b, j, k_len, labels);
-                    let mut seen = rank >= least[r] && rank < limit[r];
-                    if comptime!(labels.documents) {
-                        seen = seen && sight::k_document(table, b, j, k_len, labels) == document[r];
-                    }
+                    let of_key = sight::k_document(table, b, j, k_len, labels);
+                    let seen = sight::sees(rank, of_key, least[r], limit[r], document[r], labels);
                     let s = tile::score(scores[r * n + c], scale, cap, config);
                     let mut less = s - whole[r];
                     let at = (y * m + r) * step + x + c * side;

@@ -52,24 +52,12 @@ pub(in super::super) fn rows_forward<E: Float, O: Float, N: Size>(
     let mut least = Array::<Vector<i32, N>>::new(vectors);
     let mut limit = Array::<Vector<i32, N>>::new(vectors);
     let mut document = Array::<Vector<i32, N>>::new(vectors);
+    tile::bounds::<N>(table, b, first, q_len, k_len, &mut least, &mut limit, &mut document, config);
     let mut largest = Array::<Vector<f32, N>>::new(vectors);
     let mut total = Array::<Vector<f32, N>>::new(vectors);
     let mut fade = Array::<Vector<f32, N>>::new(vectors);
     #[unroll]
     for w in 0..vectors {
-        let mut some_low = Vector::<i32, N>::new(0);
-        let mut some_high = Vector::<i32, N>::new(0);
-        let mut some_document = Vector::<i32, N>::new(0);
-        #[unroll]
-        for lane in 0..N::value() {
-            let i = min(first + w * N::value() + lane, q_len - 1);
-            some_low.insert(lane, sight::low(table, b, i, labels));
-            some_high.insert(lane, sight::high(table, b, i, k_len, labels));
-            some_document.insert(lane, sight::q_document(table, b, i, labels));
-        }
-        least[w] = some_low;
-        limit[w] = some_high;
-        document[w] = some_document;
         largest[w] = Vector::new(HIDDEN);
         total[w] = Vector::new(0.0);
     }
@@ -94,11 +82,7 @@ pub(in super::super) fn rows_forward<E: Float, O: Float, N: Size>(
                     let d = Vector::<i32, N>::new(sight::k_document(table, b, j0 + c, k_len, labels));
                     #[unroll]
                     for w in 0..vectors {
-                        let mut outside = r.less_than(&least[w]).or(r.greater_equal(&limit[w]));
-                        if comptime!(labels.documents) {
-                            outside = outside.or(d.not_equal(&document[w]));
-                        }
-                        hidden[c * vectors + w] = outside;
+                        hidden[c * vectors + w] = sight::hides::<N>(&r, &d, &least[w], &limit[w], &document[w], labels);
                     }
                 }
                 let mut after = Array::<Vector<f32, N>>::new(vectors);

@@ -126,10 +126,7 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                         let large = is_large(row_lse);
                         #[unroll]
                         for w in 0..vectors {
-                            let mut outside = ranks[w].less_than(&least).or(ranks[w].greater_equal(&limit));
-                            if comptime!(labels.documents) {
-                                outside = outside.or(d.not_equal(&document[w]));
-                            }
+                            let hidden = sight::hides::<N>(&ranks[w], &document[w], &least, &limit, &d, labels);
                             let mut s = scores[c * vectors + w] * Vector::new(scale);
                             if comptime!(config.softcap) {
                                 s = bend::<N>(s, cap);
@@ -139,7 +136,7 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                                 less = select(large, exact[c * vectors + w], less);
                             }
                             // No probability is beyond 1 but by rounding: what overflows is hidden.
-                            let p = select_many(outside, Vector::new(0.0f32), min(less, Vector::new(1.0f32)).exp());
+                            let p = select_many(hidden, Vector::new(0.0f32), min(less, Vector::new(1.0f32)).exp());
                             let mut ds = p * (products[c * vectors + w] - Vector::new(row_delta));
                             if comptime!(config.softcap) {
                                 ds *= slope::<N>(s, cap);

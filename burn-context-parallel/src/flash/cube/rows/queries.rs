@@ -56,29 +56,21 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
     let mut least = Array::<Vector<i32, N>>::new(vectors);
     let mut limit = Array::<Vector<i32, N>>::new(vectors);
     let mut document = Array::<Vector<i32, N>>::new(vectors);
+    tile::bounds::<N>(table, b, first, q_len, k_len, &mut least, &mut limit, &mut document, config);
     let mut whole = Array::<Vector<f32, N>>::new(vectors);
     let mut deltas = Array::<Vector<f32, N>>::new(vectors);
     let mut large = Array::<Vector<bool, N>>::new(vectors);
     let mut some_large = Array::<bool>::new(vectors);
     #[unroll]
     for w in 0..vectors {
-        let mut some_low = Vector::<i32, N>::new(0);
-        let mut some_high = Vector::<i32, N>::new(0);
-        let mut some_document = Vector::<i32, N>::new(0);
         let mut some_lse = Vector::<f32, N>::new(0.0);
         let mut some_delta = Vector::<f32, N>::new(0.0);
         #[unroll]
         for lane in 0..N::value() {
             let i = min(first + w * N::value() + lane, q_len - 1);
-            some_low.insert(lane, sight::low(table, b, i, labels));
-            some_high.insert(lane, sight::high(table, b, i, k_len, labels));
-            some_document.insert(lane, sight::q_document(table, b, i, labels));
             some_lse.insert(lane, lse[place::row(lse, b, h, i)]);
             some_delta.insert(lane, delta[place::row(delta, b, h, i)]);
         }
-        least[w] = some_low;
-        limit[w] = some_high;
-        document[w] = some_document;
         whole[w] = some_lse;
         deltas[w] = some_delta;
         large[w] = tile::large::<N>(some_lse);
@@ -121,10 +113,7 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
                     let d = Vector::<i32, N>::new(sight::k_document(table, b, j0 + c, k_len, labels));
                     #[unroll]
                     for w in 0..vectors {
-                        let mut outside = r.less_than(&least[w]).or(r.greater_equal(&limit[w]));
-                        if comptime!(labels.documents) {
-                            outside = outside.or(d.not_equal(&document[w]));
-                        }
+                        let hidden = sight::hides::<N>(&r, &d, &least[w], &limit[w], &document[w], labels);
                         let mut s = scores[c * vectors + w] * Vector::new(scale);
                         if comptime!(config.softcap) {
                             s = bend::<N>(s, cap);
@@ -134,7 +123,7 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
                             less = select_many(large[w], exact[c * vectors + w], less);
                         }
                         // No probability is beyond 1 but by rounding: what overflows is hidden.
-                        let p = select_many(outside, Vector::new(0.0f32), min(less, Vector::new(1.0f32)).exp());
+                        let p = select_many(hidden, Vector::new(0.0f32), min(less, Vector::new(1.0f32)).exp());
                         let mut ds = p * (products[c * vectors + w] - deltas[w]);
                         if comptime!(config.softcap) {
                             ds *= slope::<N>(s, cap);

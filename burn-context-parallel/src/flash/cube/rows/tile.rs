@@ -6,6 +6,7 @@
 use cubecl::prelude::*;
 
 use super::super::score::{LARGE, add_product, scaled};
+use super::super::sight;
 use super::config::RowsConfig;
 
 /// From dimension to dimension: 1 is known when a kernel is built, so that nothing is multiplied.
@@ -46,6 +47,38 @@ pub(super) fn transpose<E: Float, N: Size>(
 pub(super) fn clear<N: Size>(sums: &mut Array<Vector<f32, N>>, #[comptime] config: RowsConfig) {
     for e in 0..comptime!(config.dim * config.vectors) {
         sums[e] = Vector::new(0.0);
+    }
+}
+
+/// Fills the ranks that a unit's own queries, from `first` on, see, `least .. limit`, and their documents; those beyond the last are the last.
+#[cube]
+pub(super) fn bounds<N: Size>(
+    table: &[i32],
+    b: usize,
+    first: usize,
+    q_len: usize,
+    k_len: usize,
+    least: &mut Array<Vector<i32, N>>,
+    limit: &mut Array<Vector<i32, N>>,
+    document: &mut Array<Vector<i32, N>>,
+    #[comptime] config: RowsConfig,
+) {
+    let labels = comptime!(config.labels);
+    #[unroll]
+    for w in 0..comptime!(config.vectors) {
+        let mut some_low = Vector::<i32, N>::new(0);
+        let mut some_high = Vector::<i32, N>::new(0);
+        let mut some_document = Vector::<i32, N>::new(0);
+        #[unroll]
+        for lane in 0..N::value() {
+            let i = min(first + w * N::value() + lane, q_len - 1);
+            some_low.insert(lane, sight::low(table, b, i, labels));
+            some_high.insert(lane, sight::high(table, b, i, k_len, labels));
+            some_document.insert(lane, sight::q_document(table, b, i, labels));
+        }
+        least[w] = some_low;
+        limit[w] = some_high;
+        document[w] = some_document;
     }
 }
 
