@@ -1,6 +1,7 @@
 //! What the flash attention tests share: reading reference cases, comparing tensors, random tensors.
 #![allow(dead_code)]
 
+pub mod attention;
 #[path = "../../../tests/support/devices.rs"]
 mod devices;
 
