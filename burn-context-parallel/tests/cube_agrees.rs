@@ -252,6 +252,21 @@ fn counted(from: i64) -> PerToken {
 }
 
 #[test]
+fn what_is_on_another_device_is_refused() {
+    if device() == Device::flex() {
+        return common::skipped("what_is_on_another_device_is_refused", "there is one device here");
+    }
+    let x = || there(&inputs([1; 5], 8, 1)[0]);
+    let rows = |device| Tensor::<3>::ones([1, 1, 1], device);
+    let (here, elsewhere, options) = (device(), Device::flex(), FlashOptions::full());
+    let backward =
+        |d_out, lse, delta| flash::backward(x(), x(), x(), d_out, lse, delta, &options).unwrap_err().to_string();
+    assert!(backward(inputs([1; 5], 8, 1)[0].clone(), rows(&here), rows(&here)).contains("move d_out to q's device"));
+    assert!(backward(x(), rows(&elsewhere), rows(&here)).contains("move lse to q's device"));
+    assert!(backward(x(), rows(&here), rows(&elsewhere)).contains("move delta to q's device"));
+}
+
+#[test]
 fn what_a_device_cannot_is_refused_with_its_numbers() {
     let refused = |dtype: DType, dim: usize, options: &FlashOptions| {
         let x = Tensor::<4>::from_data(

@@ -11,7 +11,7 @@ use rstest::rstest;
 /// The device's own blueprint for a head dimension.
 fn own(dim: usize) -> Blueprint {
     let like = there(&inputs([1; 5], dim, 0)[0]);
-    flash::blueprint_for(&like, &FlashOptions::full()).unwrap().expect("a CubeCL device")
+    flash::blueprint_for(&like, &like, &FlashOptions::full()).unwrap().expect("a CubeCL device")
 }
 
 /// Of the device's family: the first list for `rows`, the second for `block`.

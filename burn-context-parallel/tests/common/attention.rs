@@ -81,7 +81,7 @@ pub fn to<const D: usize>(tensor: &Tensor<D>, device: &Device) -> Tensor<D> {
 
 /// The tiles that are tried first, and no others, where few kernels should be built.
 pub fn untuned(options: FlashOptions, like: &Tensor<4>) -> FlashOptions {
-    match flash::blueprint_for(like, &options).unwrap() {
+    match flash::blueprint_for(like, like, &FlashOptions::full()).unwrap() {
         Some(blueprint) => options.with_blueprint(blueprint),
         None => options,
     }

@@ -1,4 +1,4 @@
-//! The kernels of the family `block`, and the prepass, compiled for NVIDIA's devices without one: expanded, lowered to PTX, and where the
+//! The kernels of both families, and the prepass, compiled for NVIDIA's devices without one: expanded, lowered to PTX, and where the
 //! assembler is installed assembled, with their registers and spills.
 #![allow(clippy::print_stdout, reason = "the figures, for whoever runs it with --nocapture")]
 
@@ -21,9 +21,10 @@ use cubecl_llvm::shared::lowered_features::{GpuTarget, restrict_features};
 use cubecl_runtime::runtime::Runtime;
 use rstest::rstest;
 
-use super::super::blueprint::{Blueprint, DeviceLimits};
+use super::super::blueprint::{Blueprint, DeviceLimits, Tiles};
 use super::block::{BlockConfig, block_forward, block_keys, block_queries};
 use super::delta::row_delta;
+use super::rows::{RowsConfig, rows_forward, rows_keys, rows_queries};
 use super::table::Labels;
 
 /// A generation of NVIDIA's GPUs; those with an `a` have what only they have.
@@ -139,129 +140,217 @@ fn numbers(len: usize) -> BufferArg {
     unsafe { BufferArg::from_raw_parts(handle(len * 4), len) }
 }
 
-#[rstest]
-fn block_kernels_compile_without_spills(
-    #[values(8, 64, 96, 128, 256)] dim: usize,
-    #[values("f32", "f16", "bf16")] dtype: &str,
-    #[values(false, true)] all: bool,
-) {
-    let (element, size) = match dtype {
-        "f32" => (f32::elem_type_native(), 4),
-        "f16" => (half::f16::elem_type_native(), 2),
-        _ => (half::bf16::elem_type_native(), 2),
-    };
-    for generation in GENERATIONS {
-        let device = Arc::new(properties(generation.0));
-        let target = Arc::new(cubecl_cuda::CudaRuntime::target_properties());
-        let limits = DeviceLimits {
-            plane: 32,
-            units: 1024,
-            vector: 4,
-            shared_bytes: device.hardware.max_shared_memory_size,
-            bindings: 1024,
-            wide_addresses: true,
-        };
-        let blueprint = Blueprint::choose(&limits, dim);
-        blueprint.check(&limits, dim).unwrap();
-        let labels = Labels { documents: all, positions: all };
-        let (q, rows) = ([1, 4, 1024, dim], [1, 4, 1024, 1]);
-        let config = |tiles| BlockConfig::new(dim, tiles, labels, all, size == 4 && !all);
-        let units = |tiles: &super::super::blueprint::Tiles| CubeDim::new_1d(tiles.units as u32);
-        let count = CubeCount::Static(1, 1, 1);
-        // Past 2^31 elements, too.
-        let address = if all { AddressType::U64 } else { AddressType::U32 };
-        let forward = block_forward::create_dummy_kernel(
+/// A tensor of numbers of a type.
+#[derive(Clone, Copy)]
+struct Numbers(ElemType, usize);
+
+impl Numbers {
+    fn of(dtype: &str) -> Self {
+        match dtype {
+            "f32" => Self(f32::elem_type_native(), 4),
+            "f16" => Self(half::f16::elem_type_native(), 2),
+            _ => Self(half::bf16::elem_type_native(), 2),
+        }
+    }
+}
+
+/// What kernels are compiled for.
+struct Case {
+    generation: Generation,
+    dim: usize,
+    inputs: Numbers,
+    results: Numbers,
+    address: AddressType,
+    onto: bool,
+}
+
+impl Case {
+    fn device(&self) -> Arc<DeviceProperties> {
+        Arc::new(properties(self.generation.0))
+    }
+
+    fn limits(&self) -> DeviceLimits {
+        let shared_bytes = self.device().hardware.max_shared_memory_size;
+        DeviceLimits { plane: 32, units: 1024, vector: 4, shared_bytes, bindings: 1024, wide_addresses: true }
+    }
+
+    fn tensor(&self, Numbers(_, size): Numbers) -> TensorArg {
+        tensor([1, 4, 1024, self.dim], size)
+    }
+}
+
+/// Forward, dq, dk and dv of a family, compiled: names, and what was found.
+macro_rules! compiled {
+    ($case:ident, $blueprint:ident, ($forward:ident, $queries:ident, $keys:ident), $config:expr) => {{
+        let Case { generation, inputs, results, address, onto, .. } = *$case;
+        let (device, target) = ($case.device(), Arc::new(cubecl_cuda::CudaRuntime::target_properties()));
+        let dtypes = [inputs.0, results.0];
+        let rows = || tensor([1, 4, 1024, 1], 4);
+        let count = || CubeCount::Static(1, 1, 1);
+        let units = |tiles: &Tiles| CubeDim::new_1d(tiles.units as u32);
+        let (read, written) = (|| $case.tensor(inputs), || $case.tensor(results));
+        let tiles = $blueprint.forward;
+        let forward = $forward::create_dummy_kernel(
             device.clone(),
             target.clone(),
-            count.clone(),
-            units(&blueprint.forward),
+            count(),
+            units(&tiles),
             address,
-            blueprint.forward.vector,
-            tensor(q, size),
-            tensor(q, size),
-            tensor(q, size),
+            tiles.vector,
+            read(),
+            read(),
+            read(),
             numbers(64),
-            tensor(q, size),
-            tensor(rows, 4),
+            written(),
+            rows(),
             0.1,
             0.0,
             1.0,
             0,
-            config(&blueprint.forward),
-            [element, element],
+            $config(&tiles),
+            dtypes,
         );
-        let queries = block_queries::create_dummy_kernel(
+        let tiles = $blueprint.queries;
+        let queries = $queries::create_dummy_kernel(
             device.clone(),
             target.clone(),
-            count.clone(),
-            units(&blueprint.queries),
+            count(),
+            units(&tiles),
             address,
-            blueprint.queries.vector,
-            tensor(q, size),
-            tensor(q, size),
-            tensor(q, size),
-            tensor(q, size),
-            tensor(rows, 4),
-            tensor(rows, 4),
+            tiles.vector,
+            read(),
+            read(),
+            read(),
+            read(),
+            rows(),
+            rows(),
             numbers(64),
-            tensor(q, size),
+            written(),
             0.1,
             0.0,
             1.0,
             0,
-            config(&blueprint.queries),
-            [element, element],
+            $config(&tiles),
+            dtypes,
         );
-        let keys = block_keys::create_dummy_kernel(
-            device.clone(),
-            target.clone(),
-            count.clone(),
-            units(&blueprint.keys),
+        let tiles = $blueprint.keys;
+        let keys = $keys::create_dummy_kernel(
+            device,
+            target,
+            count(),
+            units(&tiles),
             address,
-            blueprint.keys.vector,
-            tensor(q, size),
-            tensor(q, size),
-            tensor(q, size),
-            tensor(q, size),
-            tensor(rows, 4),
-            tensor(rows, 4),
+            tiles.vector,
+            read(),
+            read(),
+            read(),
+            read(),
+            rows(),
+            rows(),
             numbers(64),
-            tensor(q, size),
-            tensor(q, size),
+            written(),
+            written(),
             0.1,
             0.0,
             1.0,
             0,
-            all,
-            config(&blueprint.keys),
-            [element, element],
+            onto,
+            $config(&tiles),
+            dtypes,
         );
-        let delta = row_delta::create_dummy_kernel(
-            device.clone(),
-            target.clone(),
-            count,
-            CubeDim::new_1d(64),
-            address,
-            tensor(q, size),
-            tensor(q, size),
-            tensor(rows, 4),
-            tensor(rows, 4),
-            all,
-            [element, element],
-        );
-        let found = [
+        [
             ("forward", compile("forward", generation, forward)),
             ("dq", compile("dq", generation, queries)),
             ("dk and dv", compile("dk and dv", generation, keys)),
-            ("delta", compile("delta", generation, delta)),
-        ];
+        ]
+    }};
+}
+
+fn delta(case: &Case) -> Option<(usize, usize)> {
+    let rows = || tensor([1, 4, 1024, 1], 4);
+    let kernel = row_delta::create_dummy_kernel(
+        case.device(),
+        Arc::new(cubecl_cuda::CudaRuntime::target_properties()),
+        CubeCount::Static(1, 1, 1),
+        CubeDim::new_1d(64),
+        case.address,
+        case.tensor(case.inputs),
+        case.tensor(case.results),
+        rows(),
+        rows(),
+        case.onto,
+        [case.inputs.0, case.results.0],
+    );
+    compile("delta", case.generation, kernel)
+}
+
+/// A causal mask; labels of all kinds, results in f32 and on top of others, with addresses past 2^31; the same, bent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Causal,
+    Labels,
+    Softcap,
+}
+
+fn case(generation: Generation, dim: usize, dtype: &str, kind: Kind) -> Case {
+    let all = kind != Kind::Causal;
+    let inputs = Numbers::of(dtype);
+    let results = if all { Numbers::of("f32") } else { inputs };
+    let address = if all { AddressType::U64 } else { AddressType::U32 };
+    Case { generation, dim, inputs, results, address, onto: all }
+}
+
+fn labels(kind: Kind) -> Labels {
+    let all = kind != Kind::Causal;
+    Labels { documents: all, positions: all }
+}
+
+#[rstest]
+fn block_kernels_compile_without_spills(
+    #[values(8, 33, 64, 96, 128, 256)] dim: usize,
+    #[values("f32", "f16", "bf16")] dtype: &str,
+    #[values(Kind::Causal, Kind::Labels, Kind::Softcap)] kind: Kind,
+) {
+    for generation in GENERATIONS {
+        let case = &case(generation, dim, dtype, kind);
+        let blueprint = Blueprint::choose(&case.limits(), dim);
+        blueprint.check(&case.limits(), dim).unwrap();
+        let config = |tiles: &Tiles| BlockConfig::new(dim, tiles, labels(kind), kind == Kind::Softcap, dtype == "f32");
+        let found = compiled!(case, blueprint, (block_forward, block_queries, block_keys), config);
+        for (name, found) in found.into_iter().chain([("delta", delta(case))]) {
+            let Some((registers, spills)) = found else { continue };
+            println!("{generation} {dtype} D {dim} {kind:?}: {name} {registers} registers, {spills} bytes of spills");
+            assert_eq!(spills, 0, "{name}");
+        }
+    }
+}
+
+/// Nobody would choose them there; but one source is for all.
+#[rstest]
+fn rows_kernels_compile(
+    #[values(8, 64)] dim: usize,
+    #[values("f32", "bf16")] dtype: &str,
+    #[values(Kind::Causal, Kind::Labels, Kind::Softcap)] kind: Kind,
+) {
+    for generation in GENERATIONS {
+        let case = &case(generation, dim, dtype, kind);
+        let blueprint: Blueprint = "rows:8x4v4u64".parse().unwrap();
+        blueprint.check(&case.limits(), dim).unwrap();
+        let config = |tiles: &Tiles| RowsConfig {
+            dim,
+            lanes: tiles.vector,
+            vectors: tiles.own / tiles.vector,
+            step: tiles.step,
+            tile: 64,
+            dense: true,
+            labels: labels(kind),
+            softcap: kind == Kind::Softcap,
+            exact: dtype == "f32",
+        };
+        let found = compiled!(case, blueprint, (rows_forward, rows_queries, rows_keys), config);
         for (name, found) in found {
-            if let Some((registers, spills)) = found {
-                println!(
-                    "{generation} {dtype} D {dim} labels {all}: {name} {registers} registers, {spills} bytes of spills"
-                );
-                assert_eq!(spills, 0, "{name}");
-            }
+            let Some((registers, spills)) = found else { continue };
+            println!("{generation} {dtype} D {dim} {kind:?}: {name} {registers} registers, {spills} bytes of spills");
         }
     }
 }
