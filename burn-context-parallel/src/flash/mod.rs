@@ -18,7 +18,7 @@
 //! Sizes in this module: B batch, H query heads, G key/value heads, Sq queries, Sk keys, D head dimension. Grouped-query
 //! attention is native: query head `h` reads key/value head `h / (H / G)`, nothing is copied per head.
 //!
-//! A mask costs what it leaves: tiles of scores (on Flex devices 96 x 96) that it empties are not visited, so that a window takes O(S window) and
+//! A mask costs what it leaves: tiles of scores (on Flex devices 96 x 96) that it empties are not visited (of documents and positions, the least and the largest of each tile are compared), so that a window takes O(S window) and
 //! documents the sum of their squares. What options cannot say, a dense mask or a bias, is [`reference::dense_attention`]'s, in O(S^2).
 //!
 //! On CubeCL devices the kernels are compiled for the device when they are first used, from one source: a family for processors, in registers, and one for

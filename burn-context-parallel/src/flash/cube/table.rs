@@ -39,7 +39,7 @@ pub(super) mod head {
 
 /// Numbers of a tile's extremes.
 pub(super) const EXTREMES: usize = 4;
-/// A token of no document: queries and keys differ in it, so that it is equal to nothing.
+/// A token of no document: queries and keys differ in it, so that it is equal to nothing. Everything else here is at least 0.
 const NO_QUERY: i32 = -1;
 const NO_KEY: i32 = -2;
 /// Sequences are shorter, so that no sum of an index and a shift overflows.
@@ -194,8 +194,9 @@ fn extremes(kinds: &[Vec<i32>], len: usize, tile: usize) -> Vec<i32> {
                 } else {
                     &values[row * len + start..row * len + (start + tile).min(len)]
                 };
-                let extreme = if kind % 2 == 0 { values.iter().min() } else { values.iter().max() };
-                extreme.copied().unwrap_or(0)
+                // Tokens of no document meet nobody: alone, their extremes are those of nothing.
+                let values = values.iter().copied().filter(|value| *value >= 0);
+                if kind % 2 == 0 { values.min().unwrap_or(i32::MAX) } else { values.max().unwrap_or(-1) }
             }));
         }
     }
