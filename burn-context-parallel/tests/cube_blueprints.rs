@@ -14,10 +14,19 @@ fn own(dim: usize) -> Blueprint {
     flash::blueprint_for(&like, &like, &FlashOptions::full()).unwrap().expect("a CubeCL device")
 }
 
-/// Of the device's family: the first list for `rows`, the second for `block`.
+/// Of the device's family: the first list for `rows`, with no more units than the device has, the second for `block`.
 fn of_family<const N: usize>(dim: usize, rows: [&str; N], block: [&str; N]) -> [Blueprint; N] {
-    let texts = if own(dim).family == Family::Rows { rows } else { block };
-    texts.map(|text| text.parse().unwrap())
+    let own = own(dim);
+    if own.family != Family::Rows {
+        return block.map(|text| text.parse().unwrap());
+    }
+    rows.map(|text| {
+        let mut blueprint: Blueprint = text.parse().unwrap();
+        for tiles in [&mut blueprint.forward, &mut blueprint.queries, &mut blueprint.keys] {
+            tiles.units = tiles.units.min(own.forward.units);
+        }
+        blueprint
+    })
 }
 
 #[rstest]
@@ -28,8 +37,8 @@ fn of_family<const N: usize>(dim: usize, rows: [&str; N], block: [&str; N]) -> [
 #[case(4)]
 fn forced_tiles_give_what_flex_gives(#[case] which: usize) {
     let dim = 20;
-    // The smallest; a step that divides no tile of labels; more units than work; all that registers may hold; other ones in each kernel.
-    let rows = ["rows:1x1v1u1", "rows:12x3v4u2", "rows:16x4v16u7", "rows:32x8v4u2", "rows:24x5v8u2,8x1v2u1,16x2v8u3"];
+    // The smallest; a step that divides no tile of labels; vectors as wide as may be; all that registers may hold; other ones in each kernel.
+    let rows = ["rows:1x1v1u1", "rows:12x3v4u2", "rows:16x4v16u2", "rows:32x8v4u2", "rows:24x5v8u2,8x1v2u1,16x2v8u2"];
     let block = [
         "block:4x4v1u16",
         "block:16x48v4u64",
@@ -60,7 +69,7 @@ fn other_tiles_give_the_same_bits(#[values(false, true)] labels: bool) {
         "rows:48x4v16u2",
         "rows:96x4v16u2",
         "rows:16x4v4u1",
-        "rows:8x4v8u3",
+        "rows:8x4v8u1",
         "rows:32x4v16u2,16x3v8u2,64x8v16u1",
     ];
     let block = [

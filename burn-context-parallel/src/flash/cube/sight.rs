@@ -141,6 +141,12 @@ pub(super) fn end_query(table: &[i32], end: usize, q_len: usize, #[comptime] lab
     }
 }
 
+/// One more than the last tile of `begin .. end`; none follows the first one if that is empty.
+#[cube]
+pub(super) fn end_tile(begin: usize, end: usize, #[comptime] step: usize) -> usize {
+    select(begin < end, end.div_ceil(step), begin / step)
+}
+
 #[cube]
 fn part(table: &[i32], #[comptime] name: usize) -> usize {
     table[name] as usize

@@ -79,7 +79,7 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
         let h = g * group + of_group;
         let q_rows = tile::rows::<E, N>(q, b, h);
         let d_rows = tile::rows::<E, N>(d_out, b, h);
-        for t in begin / step..end.div_ceil(step) {
+        for t in begin / step..sight::end_tile(begin, end, step) {
             if sight::meet(table, b, t, block, labels) {
                 let i0 = t * step;
                 let scores = tile::multiply::<E, N>(k, &k_rows, first, q, &q_rows, i0, &mut stage, zero, config);
