@@ -111,8 +111,8 @@ impl Blueprint {
         let tiles = |own: usize| Tiles { vector, own, step: own, units };
         let fits = |rows: usize| shared_bytes(&tiles(rows)) <= limits.shared_bytes;
         let rows = [64, 32, 16].into_iter().find(|rows| fits(*rows) && rows * rows >= units).unwrap_or(16);
-        // Sums of 64 rows of 256 numbers are more than a unit has registers for.
-        let narrow = if dim > 128 { rows.min(32) } else { rows };
+        // Sums of 64 rows of 256 numbers are more than a unit has registers for, as are those of 64 rows that are read number by number.
+        let narrow = if dim > 128 || vector == 1 { rows.min(32) } else { rows };
         Self { family: Family::Block, forward: tiles(rows), queries: tiles(rows), keys: tiles(narrow) }
     }
 

@@ -325,10 +325,10 @@ fn block_kernels_compile_without_spills(
     }
 }
 
-/// Nobody would choose them there; but one source is for all.
+/// Nobody would choose them there, where they spill; but one source is for all. Larger heads take the compiler minutes.
 #[rstest]
 fn rows_kernels_compile(
-    #[values(8, 64)] dim: usize,
+    #[values(8)] dim: usize,
     #[values("f32", "bf16")] dtype: &str,
     #[values(Kind::Causal, Kind::Labels, Kind::Softcap)] kind: Kind,
 ) {
