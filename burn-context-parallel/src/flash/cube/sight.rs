@@ -101,13 +101,13 @@ pub(super) fn meet(table: &[i32], b: usize, q_tile: usize, k_tile: usize, #[comp
     }
 }
 
-/// The first key that a query from `first` on may see.
+/// The first key that a query from `first` on may see; beyond all keys if there is none.
 #[cube]
-pub(super) fn first_key(table: &[i32], first: usize, k_len: usize, #[comptime] labels: Labels) -> usize {
+pub(super) fn first_key(table: &[i32], first: usize, #[comptime] labels: Labels) -> usize {
     if comptime!(labels.positions) {
         0usize.runtime()
     } else {
-        min(max(first as i32 + table[head::LOW_SHIFT], 0i32) as usize, k_len)
+        max(first as i32 + table[head::LOW_SHIFT], 0i32) as usize
     }
 }
 
@@ -121,13 +121,13 @@ pub(super) fn end_key(table: &[i32], end: usize, k_len: usize, #[comptime] label
     }
 }
 
-/// The first query that may see a key from `first` on.
+/// The first query that may see a key from `first` on; beyond all queries if there is none.
 #[cube]
-pub(super) fn first_query(table: &[i32], first: usize, q_len: usize, #[comptime] labels: Labels) -> usize {
+pub(super) fn first_query(table: &[i32], first: usize, #[comptime] labels: Labels) -> usize {
     if comptime!(labels.positions) {
         0usize.runtime()
     } else {
-        min(max(first as i32 - table[head::HIGH_SHIFT] + 1i32, 0i32) as usize, q_len)
+        max(first as i32 - table[head::HIGH_SHIFT] + 1i32, 0i32) as usize
     }
 }
 
@@ -139,12 +139,6 @@ pub(super) fn end_query(table: &[i32], end: usize, q_len: usize, #[comptime] lab
     } else {
         min(max(end as i32 - table[head::LOW_SHIFT], 0i32) as usize, q_len)
     }
-}
-
-/// One more than the last tile of `begin .. end`; none follows the first one if that is empty.
-#[cube]
-pub(super) fn end_tile(begin: usize, end: usize, #[comptime] step: usize) -> usize {
-    select(begin < end, end.div_ceil(step), begin / step)
 }
 
 #[cube]

@@ -73,13 +73,13 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
         document[r] = sight::k_document(table, b, j, k_len, labels);
     }
 
-    let begin = sight::first_query(table, first, q_len, labels);
+    let begin = sight::first_query(table, first, labels);
     let end = sight::end_query(table, min(first + own, k_len), q_len, labels);
     for of_group in 0..group {
         let h = g * group + of_group;
         let q_rows = tile::rows::<E, N>(q, b, h);
         let d_rows = tile::rows::<E, N>(d_out, b, h);
-        for t in begin / step..sight::end_tile(begin, end, step) {
+        for t in begin / step..end.div_ceil(step) {
             if sight::meet(table, b, t, block, labels) {
                 let i0 = t * step;
                 let scores = tile::multiply::<E, N>(k, &k_rows, first, q, &q_rows, i0, &mut stage, zero, config);

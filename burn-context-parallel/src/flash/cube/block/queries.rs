@@ -76,9 +76,9 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
         deltas[r] = delta[place::row(delta, b, h, i)];
     }
 
-    let begin = sight::first_key(table, first, k_len, labels);
+    let begin = sight::first_key(table, first, labels);
     let end = sight::end_key(table, min(first + own, q_len), k_len, labels);
-    for t in begin / step..sight::end_tile(begin, end, step) {
+    for t in begin / step..end.div_ceil(step) {
         if sight::meet(table, b, block, t, labels) {
             let j0 = t * step;
             let scores = tile::multiply::<E, N>(q, &q_rows, first, k, &k_rows, j0, &mut stage, zero, config);

@@ -62,7 +62,7 @@ pub(in super::super) fn rows_forward<E: Float, O: Float, N: Size>(
         total[w] = Vector::new(0.0);
     }
 
-    let begin = sight::first_key(table, first, k_len, labels);
+    let begin = sight::first_key(table, first, labels);
     let end = sight::end_key(table, min(first + own, q_len), k_len, labels);
     let tile = comptime!(config.tile);
     for t in begin / tile..end.div_ceil(tile) {

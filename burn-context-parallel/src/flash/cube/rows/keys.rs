@@ -76,7 +76,7 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
         factor[w] = Vector::new(scale);
     }
 
-    let begin = sight::first_query(table, first, q_len, labels);
+    let begin = sight::first_query(table, first, labels);
     let end = sight::end_query(table, min(first + own, k_len), q_len, labels);
     let tile = comptime!(config.tile);
     for of_group in 0..group {

@@ -77,7 +77,7 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
         some_large[w] = tile::some_large::<N>(some_lse);
     }
 
-    let begin = sight::first_key(table, first, k_len, labels);
+    let begin = sight::first_key(table, first, labels);
     let end = sight::end_key(table, min(first + own, q_len), k_len, labels);
     let tile = comptime!(config.tile);
     for t in begin / tile..end.div_ceil(tile) {
