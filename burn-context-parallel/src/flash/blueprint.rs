@@ -80,6 +80,9 @@ pub struct DeviceLimits {
 pub(crate) const MAX_DIM: usize = 256;
 /// The most rows of a tile.
 const MAX_ROWS: usize = 1024;
+/// The most scores, or vectors of them, that a unit computes at once: each is code of its own, and compilers take minutes for more.
+const MAX_SCORES: usize = 256;
+const MAX_VECTORS: usize = 64;
 /// Buffers of the kernel that has most of them: q, k, v, d_out, lse, delta, the table, dk, dv, and sizes.
 const BUFFERS: usize = 10;
 /// Tiles that are tried for a kernel.
@@ -151,6 +154,11 @@ impl Blueprint {
                     if !own.is_multiple_of(vector) || own > 8 * vector || step > 32 {
                         return refuse(format!("{name}: {tiles}"), "own 1 to 8 vectors of rows, and step over 1 to 32");
                     }
+                    let vectors = own / vector * step;
+                    if vectors > MAX_VECTORS {
+                        let problem = format!("{name}: {tiles}; {vectors} vectors of scores, {MAX_VECTORS} at most");
+                        return refuse(problem, "own fewer rows, or step over fewer");
+                    }
                 }
                 Family::Block => {
                     let side = block_side(units);
@@ -159,6 +167,11 @@ impl Blueprint {
                         let remedy =
                             "use a square number of units, rows that its root divides, and a vector that divides 16";
                         return refuse(format!("{name}: {tiles}"), remedy);
+                    }
+                    let scores = own * step / units;
+                    if scores > MAX_SCORES {
+                        let problem = format!("{name}: {tiles}; {scores} scores a unit, {MAX_SCORES} at most");
+                        return refuse(problem, "use more units, own fewer rows, or step over fewer");
                     }
                     // Tensors whose rows do not lie for that vector are read number by number.
                     for vector in [vector, 1] {
@@ -288,7 +301,8 @@ impl Tiles {
         let (own, rest) = text.split_once('x')?;
         let (step, rest) = rest.split_once('v')?;
         let (vector, units) = rest.split_once('u')?;
-        let number = |text: &str| text.parse().ok();
+        // `parse` would take a sign, too.
+        let number = |text: &str| text.parse().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
         Some(Self { vector: number(vector)?, own: number(own)?, step: number(step)?, units: number(units)? })
     }
 }

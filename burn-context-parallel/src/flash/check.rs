@@ -162,8 +162,14 @@ pub(crate) fn check_inputs(
     options: &FlashOptions,
 ) -> Result<FlashShape> {
     let named = [("q", q), ("k", k), ("v", v)];
-    check_places(operation, &named.map(|(name, t)| (name, t.clone().into_dispatch())), options)?;
-    check_plain(operation, q, k, v, options)
+    let named = named.map(|(name, t)| (name, t.clone().into_dispatch()));
+    check_places(operation, &named, options)?;
+    let shape = check_plain(operation, q, k, v, options)?;
+    #[cfg(feature = "cube")]
+    if let DispatchTensorKind::Cube(_) = place(&named[0].1) {
+        super::cube::expect_lengths(operation, &shape, options)?;
+    }
+    Ok(shape)
 }
 
 /// Shapes and element types only: what [`reference`](super::reference) asks for, on any device.
@@ -220,6 +226,10 @@ pub(crate) fn check_primitives<T: TensorMetadata>(
     options: &FlashOptions,
 ) -> Result<FlashShape> {
     row_dtype(operation, q.dtype())?;
+    let devices = [q, k, v].map(TensorMetadata::device);
+    if devices[1..].iter().any(|device| *device != devices[0]) {
+        return Err(Error::invalid(operation, format!("q, k and v are on {devices:?}"), "move them to one device"));
+    }
     let dtypes = [q, k, v].map(TensorMetadata::dtype);
     if dtypes.iter().any(|dtype| *dtype != q.dtype()) {
         return Err(Error::invalid(operation, format!("q, k and v are {dtypes:?}"), "cast them to one type"));

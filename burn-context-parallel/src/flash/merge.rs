@@ -19,12 +19,15 @@ use burn::tensor::{DType, Tensor};
 ///
 /// # Panics
 ///
-/// If the shapes or devices of both sides differ.
+/// If the shapes or devices of both sides differ, or a log-sum-exp is not one number a row.
 ///
 /// # References
 ///
 /// Online normalizer calculation for softmax, arXiv 1805.02867.
 pub fn merge(out_a: Tensor<4>, lse_a: Tensor<3>, out_b: Tensor<4>, lse_b: Tensor<3>) -> (Tensor<4>, Tensor<3>) {
+    assert_eq!(out_a.dims(), out_b.dims(), "flash::merge: both sides must have the same shape");
+    let [b, h, s, _] = out_a.dims();
+    assert_eq!([lse_a.dims(), lse_b.dims()], [[b, h, s]; 2], "flash::merge: a log-sum-exp is one number a row");
     let dtype = if out_a.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let [lse_a, lse_b] = [lse_a, lse_b].map(|t| t.cast(dtype));
     let [out_a, out_b] = [out_a, out_b].map(|t| t.cast(dtype));

@@ -23,7 +23,8 @@
 //!
 //! On CubeCL devices the kernels are compiled for the device when they are first used, from one source: a family for processors, in registers, and one for
 //! graphics cards, in shared memory. [`Blueprint`] says how they are cut; the [default](Blueprint::choose) follows from what the device is, with the
-//! feature `autotune` the fastest of those that give the same bits is taken.
+//! feature `autotune` the fastest of those that give the same bits is taken, found once a process (with Burn's feature `persistence`, CubeCL
+//! keeps on disk what it tuned).
 //!
 //! Element types: f32 (scores beyond 128 with 20 bits and more beyond it, in f64 or in two parts, since their rounding would show; on CubeCL devices not those that a softcap beyond 128 bends); f16 and bf16 computed in f32 and rounded once; f64 computed in f64, for checking, on Flex devices only. Results are
 //! the same bits from run to run and on any number of threads.
@@ -84,12 +85,14 @@ pub use options::FlashOptions;
 ///
 /// [`Invalid`](crate::Error::Invalid): shapes that do not fit, H not a multiple of G, a scale that is not finite, mixed
 /// element types, devices or autodiff strategies. [`Unsupported`](crate::Error::Unsupported): a device without kernels, a
-/// value head dimension other than D, element types that are not f32, f16, bf16 or f64.
+/// value head dimension other than D, element types that are not f32, f16, bf16 or f64; on CubeCL devices f64, D beyond 256, 2^30 tokens or
+/// more, more elements than the device addresses, and a forced blueprint that it cannot have.
 ///
 /// # Memory
 ///
 /// Kept for the backward pass: q, k, v (shared with the caller, not copied), the output, and one f32 per query and head.
-/// On the way: `forward_bytes`, and in the backward pass `backward_bytes`.
+/// On the way: `forward_bytes`, and in the backward pass `backward_bytes`; on CubeCL devices `device_forward_bytes` and
+/// `device_backward_bytes`.
 ///
 /// # References
 ///
@@ -317,6 +320,7 @@ pub fn backward_onto(
 /// One f32 tensor of the size of `out` on the way (two beside f16 and bf16).
 pub fn delta(d_out: Tensor<4>, out: Tensor<4>) -> Tensor<3> {
     assert_eq!(d_out.dims(), out.dims(), "flash::delta: d_out and out must have the same shape");
+    assert_eq!(d_out.device().inner(), out.device().inner(), "flash::delta: d_out and out must be on one device");
     Tensor::from_dispatch(Dispatch::flash_delta(d_out.into_dispatch(), out.into_dispatch()))
 }
 

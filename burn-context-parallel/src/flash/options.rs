@@ -206,10 +206,11 @@ impl FlashOptions {
     pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
         let wrong = |problem: String, remedy: &str| Err(Error::invalid(operation, problem, remedy));
         if let Some(scale) = self.scale.filter(|scale| !(*scale as f32).is_finite()) {
-            return wrong(format!("the scale is {scale}"), "give a finite scale, or None for 1 / sqrt(D)");
+            return wrong(format!("the scale is {scale}"), "give a scale that f32 holds, or None for 1 / sqrt(D)");
         }
         if let Some(cap) = self.softcap.filter(|cap| !((*cap as f32).is_normal() && *cap > 0.0)) {
-            return wrong(format!("the softcap is {cap}"), "give a positive number, or None for no softcap");
+            let remedy = "give a positive number of f32's range (1.2e-38 to 3.4e38), or None for no softcap";
+            return wrong(format!("the softcap is {cap}"), remedy);
         }
         if self.window == Some(0) {
             return wrong("a window of 0 positions".to_owned(), "a window of 1 sees the query's own position");

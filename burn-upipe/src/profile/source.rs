@@ -59,7 +59,7 @@ impl MemorySource for RankHeap {
 /// They do not count their peak, so that of a phase is the largest of what was read in it: at its begin, at its end, and at every begin and
 /// end of a phase within. What came and went between two of them is not in it; more phases see more. What is reserved is what the pools have
 /// taken from the device; they keep what is freed, so the largest that it has been is the most that a device must have. Ranks that
-/// share a device share its pools. No device was at hand to test this on.
+/// share a device share its pools.
 ///
 /// Reading waits until the device has done its work, so that times of phases are those of the work in them, and a profiled step takes
 /// longer than others.

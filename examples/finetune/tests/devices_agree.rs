@@ -49,6 +49,23 @@ fn losses_are_those_on_flex(#[case] args: &str) {
     assert!(found.steps[3].loss < found.steps[0].loss, "nothing was learned");
 }
 
+/// Of a device with pools, they are what a profile reads: never less than the parameters that both ranks hold.
+#[test]
+fn a_profile_tells_what_the_pools_hold() {
+    let folder = tempfile::tempdir().unwrap();
+    let profile = folder.path().join("profile");
+    let args = format!("--model MODEL --ranks 2 --steps 2 --device {DEVICE} --profile-steps 2 --profile");
+    finetune(&folder.path().join("run"), &format!("{args} {}", profile.display()));
+    let told = std::fs::read_to_string(profile.join("profile.txt")).unwrap();
+    assert!(told.contains("memory: memory pools of the device"), "{told}");
+    let weights = std::fs::metadata(INPUT.path().join("model/model.safetensors")).unwrap().len() as f64;
+    // step, runs, time and its unit, share and its unit, peak and its unit.
+    let step: Vec<_> = told.lines().find(|line| line.starts_with(" step ")).unwrap().split_whitespace().collect();
+    let unit = ["B", "KiB", "MiB"].iter().position(|unit| *unit == step[7]).unwrap();
+    let peak = step[6].parse::<f64>().unwrap() * 1024f64.powi(unit as i32);
+    assert!(peak >= 2.0 * weights, "{peak} bytes held, two ranks' weights are {weights} each: {told}");
+}
+
 /// A checkpoint of one device goes on, on another.
 #[test]
 fn a_run_goes_on_on_another_device() {

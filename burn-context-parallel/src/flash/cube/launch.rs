@@ -90,7 +90,7 @@ macro_rules! start {
     }};
 }
 
-/// Rows of the other side whose labels share one entry of the table.
+/// Of the family `rows`, about so many rows of the other side share one entry of the table.
 const TILE: usize = 64;
 
 impl Launch {
@@ -103,6 +103,7 @@ impl Launch {
         };
         let limits = device::limits(&q.client);
         let blueprint = device::blueprint(&limits, shape.head_dim, &options)?;
+        // Where a backend calls the kernels itself: nobody has looked.
         expect_lengths(operation, &shape, &options)?;
         Ok(Self { shape, options, limits, blueprint, client: q.client.clone(), dtype: q.dtype(), scalars })
     }
@@ -230,7 +231,7 @@ impl Launch {
             lanes: tiles.vector,
             vectors: tiles.own / tiles.vector,
             step: tiles.step,
-            tile: TILE.next_multiple_of(tiles.step),
+            tile: tile(Family::Rows, tiles),
             dense,
             labels: Labels::of(&self.options),
             softcap: self.options.softcap.is_some(),
@@ -241,14 +242,6 @@ impl Launch {
     fn block_config(&self, tiles: &Tiles) -> BlockConfig {
         let softcap = self.options.softcap.is_some();
         BlockConfig::new(self.shape.head_dim, tiles, Labels::of(&self.options), softcap, self.dtype == DType::F32)
-    }
-
-    /// Rows of the other side whose labels share an entry of the table.
-    fn tile(&self, tiles: &Tiles) -> usize {
-        match self.blueprint.family {
-            Family::Rows => TILE.next_multiple_of(tiles.step),
-            Family::Block => tiles.step,
-        }
     }
 
     /// How a kernel is started for `rows` rows of each of `heads` heads, reading `read` and writing `written`.
@@ -287,15 +280,17 @@ impl Launch {
             let offset = tensor.handle.offset_start.unwrap_or(0) as usize / tensor.dtype.size();
             strides[3] == 1 && strides[..3].iter().chain([&offset]).all(|stride| stride.is_multiple_of(tiles.vector))
         };
+        // A vector beyond the last number of a row would read what lies between rows.
+        let whole = self.shape.head_dim.is_multiple_of(tiles.vector);
         match self.blueprint.family {
-            Family::Block if !tensors.all(fits) => Tiles { vector: 1, ..*tiles },
+            Family::Block if !whole || !tensors.all(fits) => Tiles { vector: 1, ..*tiles },
             _ => *tiles,
         }
     }
 
     fn start_forward(&self, tiles: &Tiles, [q, k, v]: [CubeTensor; 3], [out, lse]: [CubeTensor; 2]) {
         let plan = self.plan(tiles, [self.shape.q_heads, self.shape.q_len], [&q, &k, &v], [&out]);
-        let table = self.table([plan.tiles.own, self.tile(&plan.tiles)]);
+        let table = self.table([plan.tiles.own, tile(self.blueprint.family, &plan.tiles)]);
         start!(self, plan, (rows_forward, block_forward), reads(q, k, v), table(table), writes(out, lse), with());
     }
 
@@ -307,7 +302,7 @@ impl Launch {
         dq: CubeTensor,
     ) {
         let plan = self.plan(tiles, [self.shape.q_heads, self.shape.q_len], [&q, &k, &v, &d_out], [&dq]);
-        let table = self.table([plan.tiles.own, self.tile(&plan.tiles)]);
+        let table = self.table([plan.tiles.own, tile(self.blueprint.family, &plan.tiles)]);
         start!(
             self,
             plan,
@@ -328,7 +323,7 @@ impl Launch {
         onto: bool,
     ) {
         let plan = self.plan(tiles, [self.shape.kv_heads, self.shape.k_len], [&q, &k, &v, &d_out], [&dk, &dv]);
-        let table = self.table([self.tile(&plan.tiles), plan.tiles.own]);
+        let table = self.table([tile(self.blueprint.family, &plan.tiles), plan.tiles.own]);
         start!(
             self,
             plan,
@@ -338,6 +333,14 @@ impl Launch {
             writes(dk, dv),
             with(onto)
         );
+    }
+}
+
+/// Rows of the other side whose labels share an entry of the table.
+pub(super) fn tile(family: Family, tiles: &Tiles) -> usize {
+    match family {
+        Family::Rows => TILE.next_multiple_of(tiles.step),
+        Family::Block => tiles.step,
     }
 }
 
@@ -355,7 +358,7 @@ pub(super) fn of_keys(shape: &FlashShape) -> [usize; 3] {
     [shape.kv_heads, shape.k_len, shape.q_len]
 }
 
-/// So many cubes, or a few more, in a grid of which no side is longer than devices allow.
+/// So many cubes, or a few more, in a grid of which no side is longer than devices allow (of fewer than 2^32 cubes).
 pub(super) fn cubes(count: usize) -> CubeCount {
     const SIDE: usize = 65535;
     let rows = count.div_ceil(SIDE).max(1);

@@ -3,6 +3,11 @@
 use burn::tensor::DType;
 
 use super::super::{FlashOptions, FlashShape};
+use super::launch::tile;
+use super::table::EXTREMES;
+
+/// The fewest rows of a tile that is chosen.
+const LEAST_TILE: usize = 8;
 
 /// Bytes that [`forward`](crate::flash::forward) holds at most at once above its inputs, the results among them, on a CubeCL device, before the
 /// device's pools round them up.
@@ -12,8 +17,8 @@ use super::super::{FlashOptions, FlashShape};
 /// ```
 ///
 /// Linear in Sq and Sk; there are no partial results. The table holds the mask, of `R` rows of labels (1, or B where sequences have their own):
-/// 64 bytes, `4 R (Sq + Sk)` with documents, `4 R (2 Sq + Sk)` with positions per token, and with either of them up to
-/// `R (Sq + Sk + 32)`.
+/// 64 bytes, `4 R (Sq + Sk)` with documents, `4 R (2 Sq + Sk)` with positions per token, and with either of them 16 R for each tile of queries
+/// and of keys, of 8 rows at least, or as many as a forced blueprint has.
 ///
 /// ```
 /// use burn::tensor::DType;
@@ -45,10 +50,14 @@ fn table_bytes(shape: &FlashShape, options: &FlashOptions) -> usize {
     let rows = |labels: [usize; 2]| labels.into_iter().max().unwrap_or(1);
     let positions =
         options.positions.as_ref().map_or(0, |(q, k)| 4 * rows([q.rows(), k.rows()]) * (2 * queries + keys));
-    // 16 bytes for each tile, which has at least 16 rows.
     let most = rows([
         options.documents.as_ref().map_or(0, |(q, k)| rows([q.ids().rows(), k.ids().rows()])),
         options.positions.as_ref().map_or(0, |(q, k)| rows([q.rows(), k.rows()])),
     ]);
-    64 + documents + positions + most * (queries + keys + 32)
+    let least = options.blueprint.map_or(LEAST_TILE, |forced| {
+        let tiles = [forced.forward, forced.queries, forced.keys];
+        tiles.map(|tiles| tiles.own.min(tile(forced.family, &tiles))).into_iter().min().unwrap_or(LEAST_TILE)
+    });
+    let tiles = queries.div_ceil(least.max(1)) + keys.div_ceil(least.max(1));
+    64 + documents + positions + most * 4 * EXTREMES * tiles
 }

@@ -38,6 +38,7 @@ pub use device::device_limits;
 pub(super) use device::{blueprint_for, check_tensor};
 use launch::Launch;
 pub use memory::{device_backward_bytes, device_forward_bytes};
+pub(super) use table::expect_lengths;
 
 impl FlashOps for CubeBackend {
     fn flash_forward(

@@ -9,6 +9,24 @@ pub(super) const FLOOR: f32 = -1e29;
 /// Scores beyond this are computed in two parts: below it, rounding a score changes no output by more than 10^-5 of the largest value.
 pub(super) const LARGE: f32 = 128.0;
 
+/// What stands for plus infinity where scores are measured from it: nothing is left of any of them.
+const ABOVE_ALL: f32 = 3e38;
+
+/// The log-sum-exp that a backward pass measures a row's scores from. That of a row which sees nothing is minus infinity, and no
+/// probability is to come of it.
+#[cube]
+pub(super) fn origin(lse: f32) -> f32 {
+    select(lse < f32::new(-ABOVE_ALL), f32::new(ABOVE_ALL), lse)
+}
+
+/// The probability of a score less its row's log-sum-exp: beyond 1 by rounding at most, and none where the difference is none.
+#[cube]
+pub(super) fn probability<N: Size>(less: Vector<f32, N>) -> Vector<f32, N> {
+    let most = Vector::<f32, N>::new(1.0f32);
+    // Not the smaller of both: that of NaN and 1 is 1.
+    select_many(less.greater_than(&most), most, less).exp()
+}
+
 /// `cap tanh(s / cap)`.
 #[cube]
 pub(super) fn bend<N: Size>(score: Vector<f32, N>, cap: f32) -> Vector<f32, N> {

@@ -66,7 +66,7 @@ impl Labels {
 }
 
 /// Refuses sequences of 2^30 tokens or more, and labels of which a table has no room, before anything is started.
-pub(super) fn expect_lengths(operation: &'static str, shape: &FlashShape, options: &FlashOptions) -> Result<()> {
+pub(in super::super) fn expect_lengths(operation: &'static str, shape: &FlashShape, options: &FlashOptions) -> Result<()> {
     let (queries, keys) = (shape.q_len, shape.k_len);
     if queries.max(keys) > LONGEST {
         let problem =
@@ -76,8 +76,8 @@ pub(super) fn expect_lengths(operation: &'static str, shape: &FlashShape, option
     let documents = options.documents.as_ref().map_or(0, |(q, k)| q.rows().max(k.rows()));
     let positions = options.positions.as_ref().map_or(0, |(q, k)| q.rows().max(k.rows()));
     let rows = documents.saturating_add(positions);
-    // Three numbers of a token at most, and the extremes of its tile.
-    let numbers = rows.saturating_mul(4 * (queries + keys));
+    // Three numbers of a token at most, and the extremes of its tile, which may be of one token.
+    let numbers = rows.saturating_mul((3 + EXTREMES) * (queries + keys));
     if numbers > i32::MAX as usize {
         let problem = format!(
             "documents or positions of {rows} rows of {queries} queries and {keys} keys on a CubeCL device, whose kernels read \

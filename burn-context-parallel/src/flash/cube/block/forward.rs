@@ -135,7 +135,8 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
                             difference = weights[at];
                         }
                     }
-                    let p = select(s > f32::new(FLOOR), difference.exp(), f32::new(0.0));
+                    // What is NaN is not hidden.
+                    let p = select(s <= f32::new(FLOOR), f32::new(0.0), difference.exp());
                     weights[at] = p;
                     sum += p;
                 }

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{is_large, slope};
+use super::super::score::{is_large, origin, probability, slope};
 use super::super::sight;
 use super::config::BlockConfig;
 use super::tile;
@@ -88,7 +88,7 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                 #[unroll]
                 for c in 0..n {
                     let i = min(i0 + x + c * side, q_len - 1);
-                    wholes[c] = lse[place::row(lse, b, h, i)];
+                    wholes[c] = origin(lse[place::row(lse, b, h, i)]);
                 }
                 tile::differences::<E, N>(
                     k,
@@ -126,8 +126,7 @@ pub(in super::super) fn block_keys<E: Float, O: Float, N: Size>(
                                 less = weights[at];
                             }
                         }
-                        // No probability is beyond 1 but by rounding: what overflows is hidden.
-                        let p = select(seen, min(less, f32::new(1.0)).exp(), f32::new(0.0));
+                        let p = select(seen, probability::<Const<1>>(Vector::new(less)).extract(0usize), f32::new(0.0));
                         let mut ds = p * (products[r * n + c] - row_delta);
                         if comptime!(config.softcap) {
                             ds *= slope::<Const<1>>(Vector::new(s), cap).extract(0usize);

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{is_large, slope};
+use super::super::score::{is_large, origin, probability, slope};
 use super::super::sight;
 use super::config::BlockConfig;
 use super::tile;
@@ -72,7 +72,7 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
         least[r] = sight::low(table, b, i, labels);
         limit[r] = sight::high(table, b, i, k_len, labels);
         document[r] = sight::q_document(table, b, i, labels);
-        whole[r] = lse[place::row(lse, b, h, i)];
+        whole[r] = origin(lse[place::row(lse, b, h, i)]);
         deltas[r] = delta[place::row(delta, b, h, i)];
     }
 
@@ -115,8 +115,7 @@ pub(in super::super) fn block_queries<E: Float, O: Float, N: Size>(
                             less = weights[at];
                         }
                     }
-                    // No probability is beyond 1 but by rounding: what overflows is hidden.
-                    let p = select(seen, min(less, f32::new(1.0)).exp(), f32::new(0.0));
+                    let p = select(seen, probability::<Const<1>>(Vector::new(less)).extract(0usize), f32::new(0.0));
                     let mut ds = p * (products[r * n + c] - deltas[r]);
                     if comptime!(config.softcap) {
                         ds *= slope::<Const<1>>(Vector::new(s), cap).extract(0usize);

@@ -55,7 +55,7 @@ fn bring<E: Float, N: Size>(
             let there = from + e < whole;
             let column = select(there, from + e, 0usize);
             let x: Vector<f32, N> = Vector::cast_from(tensor[rows.base + i * rows.row + column * rows.column]);
-            stage[at + r * pitch + e] = x * Vector::new(select(there, f32::new(1.0), f32::new(0.0)));
+            stage[at + r * pitch + e] = select(there, x, Vector::new(0.0));
         }
     }
 }
@@ -259,6 +259,7 @@ pub(super) fn write<O: Float, N: Size>(
     let n = N::value();
     let base = place::head(&*to, b, h) / n;
     let row = to.stride(2) / n;
+    let apart = to.stride(3);
     let len = to.shape(2);
     #[unroll]
     for r in 0..m {
@@ -267,7 +268,7 @@ pub(super) fn write<O: Float, N: Size>(
         for e in 0..share {
             let column = x + e * side;
             if i < len && column < whole {
-                let at = base + i * row + column;
+                let at = base + i * row + column * apart;
                 let mut value = sums[r * share + e] * Vector::new(factor[r]);
                 if comptime!(onto) {
                     value += Vector::cast_from(to[at]);

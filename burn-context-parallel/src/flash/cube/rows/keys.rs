@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{bend, is_large, slope};
+use super::super::score::{bend, is_large, origin, probability, slope};
 use super::super::sight;
 use super::config::RowsConfig;
 use super::tile;
@@ -120,7 +120,7 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                         let limit =
                             Vector::<i32, N>::new(select(there, sight::high(table, b, i, k_len, labels), i32::new(-1)));
                         let d = Vector::<i32, N>::new(sight::q_document(table, b, i, labels));
-                        let row_lse = lse[place::row(lse, b, h, i)];
+                        let row_lse = origin(lse[place::row(lse, b, h, i)]);
                         let row_delta = delta[place::row(delta, b, h, i)];
                         let whole = Vector::<f32, N>::new(row_lse);
                         let large = is_large(row_lse);
@@ -135,8 +135,7 @@ pub(in super::super) fn rows_keys<E: Float, O: Float, N: Size>(
                             if comptime!(config.exact && !config.softcap) {
                                 less = select(large, exact[c * vectors + w], less);
                             }
-                            // No probability is beyond 1 but by rounding: what overflows is hidden.
-                            let p = select_many(hidden, Vector::new(0.0f32), min(less, Vector::new(1.0f32)).exp());
+                            let p = select_many(hidden, Vector::new(0.0f32), probability::<N>(less));
                             let mut ds = p * (products[c * vectors + w] - Vector::new(row_delta));
                             if comptime!(config.softcap) {
                                 ds *= slope::<N>(s, cap);

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{bend, slope};
+use super::super::score::{bend, origin, probability, slope};
 use super::super::sight;
 use super::config::RowsConfig;
 use super::tile;
@@ -68,7 +68,7 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
         #[unroll]
         for lane in 0..N::value() {
             let i = min(first + w * N::value() + lane, q_len - 1);
-            some_lse.insert(lane, lse[place::row(lse, b, h, i)]);
+            some_lse.insert(lane, origin(lse[place::row(lse, b, h, i)]));
             some_delta.insert(lane, delta[place::row(delta, b, h, i)]);
         }
         whole[w] = some_lse;
@@ -122,8 +122,7 @@ pub(in super::super) fn rows_queries<E: Float, O: Float, N: Size>(
                         if comptime!(config.exact && !config.softcap) {
                             less = select_many(large[w], exact[c * vectors + w], less);
                         }
-                        // No probability is beyond 1 but by rounding: what overflows is hidden.
-                        let p = select_many(hidden, Vector::new(0.0f32), min(less, Vector::new(1.0f32)).exp());
+                        let p = select_many(hidden, Vector::new(0.0f32), probability::<N>(less));
                         let mut ds = p * (products[c * vectors + w] - deltas[w]);
                         if comptime!(config.softcap) {
                             ds *= slope::<N>(s, cap);
