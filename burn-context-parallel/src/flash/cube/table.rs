@@ -66,7 +66,11 @@ impl Labels {
 }
 
 /// Refuses sequences of 2^30 tokens or more, and labels of which a table has no room, before anything is started.
-pub(in super::super) fn expect_lengths(operation: &'static str, shape: &FlashShape, options: &FlashOptions) -> Result<()> {
+pub(in super::super) fn expect_lengths(
+    operation: &'static str,
+    shape: &FlashShape,
+    options: &FlashOptions,
+) -> Result<()> {
     let (queries, keys) = (shape.q_len, shape.k_len);
     if queries.max(keys) > LONGEST {
         let problem =
