@@ -110,7 +110,11 @@ impl Blueprint {
     fn block(limits: &DeviceLimits, dim: usize) -> Self {
         let vector = if dim.is_multiple_of(4) { 4 } else { 1 };
         // Narrow planes are those of a processor's vectors: each unit does more, so that less of what it does is reading.
-        let units = if limits.units >= 256 && limits.plane >= 32 { 256 } else { 64 };
+        let units = match limits.plane {
+            32.. if limits.units >= 256 => 256,
+            0..=8 if dim <= 64 => 16,
+            _ => 64,
+        };
         let tiles = |own: usize| Tiles { vector, own, step: own, units };
         let fits = |rows: usize| shared_bytes(&tiles(rows)) <= limits.shared_bytes;
         let rows = [64, 32, 16].into_iter().find(|rows| fits(*rows) && rows * rows >= units).unwrap_or(16);
