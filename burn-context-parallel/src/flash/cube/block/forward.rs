@@ -161,7 +161,8 @@ pub(in super::super) fn block_forward<E: Float, O: Float, N: Size>(
     #[unroll]
     for r in 0..m {
         let mut sum = f32::new(0.0);
-        for i in 0..side {
+        // Not unrolled: an assembler that reads all of it ahead spills.
+        for i in 0..side + zero as usize {
             sum += statistic[(y * m + r) * side + i];
         }
         let seen = sum > f32::new(0.0);
