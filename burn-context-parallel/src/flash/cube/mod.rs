@@ -3,6 +3,9 @@
 //! `table` is the mask as numbers, `sight` reads it in kernels, `place` says where rows lie, `score` is the arithmetic that all kernels
 //! share, `rows` and `block` are the two families of kernels, `delta` their prepass, `launch` starts them, `memory` is what they hold, `fused` puts them among
 //! deferred operations.
+//!
+//! Keys and values are read where they lie, one head for a whole group of query heads. The kernels that own queries read them `queries / own`
+//! times for each query head: a tile that mixed the heads of a group would own fewer positions, and read them as often.
 
 mod block;
 mod delta;
