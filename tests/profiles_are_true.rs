@@ -309,40 +309,6 @@ fn allocations_are_told_apart_by_the_phase_that_made_them() {
 }
 
 #[test]
-fn off_there_is_no_event_no_allocation_and_no_node() {
-    let device = Device::flex().autodiff();
-    let x = Tensor::<1>::ones([4], &device).require_grad();
-    let twice = |x: Tensor<1>| phase::around("twice", None, x, |x| x * 2);
-    twice(x.clone());
-    let profiler = Profiler::new(33, RankHeap::new(33));
-    {
-        let _on = profiler.enter();
-        profiler.record(true);
-    }
-    // Its listening is over; this thread's phases are nobody's.
-    let _owned = heap::own(34);
-    let (mine, allocated) = (heap::in_use_by(34), heap::take_peak_by(34));
-    for index in 0..1000 {
-        let _phase = phase::enter("phase", Some(index));
-        let _pass = phase::pass("stage", Some(index), phase::Pass::Forward);
-    }
-    assert_eq!((heap::in_use_by(34), heap::take_peak_by(34)), (mine, allocated.min(mine)));
-    // As many bytes as without `around`: no step of the tape. The least of many: the tape's own tables grow now and then.
-    let kept = |f: &dyn Fn(Tensor<1>) -> Tensor<1>| {
-        let once = |_| {
-            let before = heap::in_use_by(34);
-            let _y = f(x.clone());
-            heap::in_use_by(34).saturating_sub(before)
-        };
-        (0..50).map(once).min()
-    };
-    let plain = kept(&|x| x * 2);
-    assert!(plain > Some(0));
-    assert_eq!(kept(&twice), plain);
-    assert_eq!(profiler.finish().spans, []);
-}
-
-#[test]
 fn phases_around_tensors_last_from_gradient_to_gradient() {
     let (report, grad) = recorded(35, || {
         let device = Device::flex().autodiff();

@@ -144,8 +144,8 @@ pub struct Accounting {
 }
 
 impl Accounting {
-    /// f32 on Flex ranks that are threads of one process. The overhead is the matrix product's workspace: about one second-level cache, taken by
-    /// each rank's thread when a product first reads a view, and kept.
+    /// f32 on Flex ranks that are threads of one process. The overhead is the matrix product's workspace: one second-level cache, taken by
+    /// each rank's thread when a product first reads a view, and kept. 2 MiB, as large processors have; others set `overhead`.
     pub fn flex(threads: usize) -> Self {
         Self {
             weight: 4,

@@ -69,12 +69,15 @@ impl Profiler {
 
     /// Listens on this thread until the guard is dropped, and [owns](heap::own) what it allocates for the rank.
     pub fn enter(&self) -> Entered {
-        let listening = {
+        let (listening, second) = {
             let _unowned = heap::unowned();
             self.listener.recorder().at_home();
-            set_default(&Dispatch::new(Forward(self.listener.clone())))
+            let dispatch = || Dispatch::new(Forward(self.listener.clone()));
+            // While there is only one in a process, a thread without any that is first at a place has `tracing` pass that place over from
+            // then on, on every thread (tracing issue 3611). With two all are asked.
+            (set_default(&dispatch()), dispatch())
         };
-        Entered { _owned: heap::own(self.listener.rank), _listening: listening }
+        Entered { _owned: heap::own(self.listener.rank), _listening: listening, _second: second }
     }
 
     /// Begins to keep what happens, or stops. Phases that begin while nothing is kept are not in the report.
@@ -107,6 +110,7 @@ impl fmt::Debug for Profiler {
 #[must_use = "it listens until this is dropped"]
 pub struct Entered {
     _listening: DefaultGuard,
+    _second: Dispatch,
     _owned: heap::Owned,
 }
 

@@ -9,6 +9,7 @@ use burn_upipe::plan::{
 };
 use burn_upipe::profile::heap;
 use burn_upipe::upipe::AttentionScheme;
+use gemm_common::cache::CACHE_INFO;
 use llama::Devices;
 use llama::device::Runtime;
 
@@ -26,6 +27,8 @@ pub(crate) fn setup(plan: &Plan) -> Setup {
     let model = config.shape("");
     let threads = thread::available_parallelism().map_or(1, usize::from);
     let mut accounting = Accounting::flex(threads);
+    // Of this machine: from half a mebibyte to two, much beside a small model.
+    accounting.overhead = CACHE_INFO[1].cache_bytes;
     // Alone a rank has all of the heap for its own, and with it what the workers of long matrix products keep.
     if plan.ranks == 1 && plan.seq_len * plan.batch >= WORKERS {
         accounting.overhead *= 1 + threads;
