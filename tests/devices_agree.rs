@@ -107,7 +107,7 @@ fn techniques_give_what_they_give_on_flex(#[case] case: Case) {
 fn bf16_too() {
     let mut case = Case::all(2, upipe(None)).offload(offload_config(Place::Host));
     case.step.dtype = DType::BF16;
-    if device().supports_dtype(DType::BF16) {
+    if tests::rounds_to(DType::BF16) {
         case.agrees(&[device()], 3e-2);
     } else {
         tests::skipped("bf16_too", "this device has no bf16");
@@ -146,7 +146,7 @@ fn collectives_give_the_same_bits(
     #[values(2, 3)] ranks: usize,
     #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
 ) {
-    if !device().supports_dtype(dtype) {
+    if !tests::rounds_to(dtype) {
         return tests::skipped("collectives_give_the_same_bits", &format!("this device has no {dtype:?}"));
     }
     let on = |devices: Vec<Device>| {

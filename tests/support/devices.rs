@@ -4,7 +4,7 @@ use std::io::{Write, stderr};
 use std::panic::catch_unwind;
 use std::sync::OnceLock;
 
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
 /// The CubeCL device of the build's features, or Flex: also, as a counted skip of the whole binary, where its runtime does not start.
 pub fn device() -> Device {
@@ -36,6 +36,18 @@ pub fn other_device() -> Device {
     return Device::wgpu(burn::tensor::DeviceKind::Cpu);
     #[cfg(not(all(feature = "wgpu", not(feature = "cpu"))))]
     Device::flex()
+}
+
+/// Whether Burn's own operations have results of that type on [`device`]. CubeCL's runtime for processors says so of bf16 everywhere, but where
+/// the processor has no instruction that rounds, it calls a function that libgcc has from version 13 on, and without it computes nothing.
+pub fn rounds_to(dtype: DType) -> bool {
+    static BF16: OnceLock<bool> = OnceLock::new();
+    let rounds = || {
+        let third = Tensor::<1>::from_floats([1.0 / 3.0], &device()).cast(DType::BF16).try_into_data();
+        third.is_ok_and(|third| third.iter::<f32>().all(|x| (x - 1.0 / 3.0).abs() < 1e-2))
+    };
+    let bf16 = || *BF16.get_or_init(|| catch_unwind(rounds).unwrap_or(false));
+    device().supports_dtype(dtype) && (dtype != DType::BF16 || bf16())
 }
 
 /// Says that a test, or a part of one, was left out: on standard error itself, which a test that passes does not swallow, and in a form that is

@@ -10,7 +10,7 @@ use std::fmt::Display;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_context_parallel::group::{ProcessGroup, launch};
 
-pub use devices::{device, other_device, skipped};
+pub use devices::{device, other_device, rounds_to, skipped};
 pub use modules::{assert_gradients, filled, gradients, norm, summed};
 pub use rows::{Row, batch, number, row};
 pub use step::{Named, Step};

@@ -13,7 +13,7 @@ use burn_context_parallel::sequence::Documents;
 use safetensors::SafeTensors;
 
 #[allow(unused_imports, reason = "no test file uses all of it")]
-pub use devices::{device, skipped};
+pub use devices::{device, rounds_to, skipped};
 
 /// One case of `tests/reference/make_attention.py` of the workspace.
 pub struct Case {

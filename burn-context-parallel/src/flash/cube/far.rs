@@ -58,6 +58,7 @@ fn rows_beyond_32_bits_are_found() {
         labels: Labels { documents: false, positions: false },
         softcap: false,
         exact: true,
+        by_bits: false,
     };
     // SAFETY: the kernel reads shapes and strides of the first two, nothing that they hold; one unit for each place that is asked for.
     unsafe {

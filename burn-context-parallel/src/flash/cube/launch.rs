@@ -225,6 +225,11 @@ impl Launch {
         start(self, tiles);
     }
 
+    /// Processors without an instruction that rounds to bf16 call a function for it, which not every system has.
+    fn by_bits(&self) -> bool {
+        self.results() == DType::BF16 && self.limits.plane == 1
+    }
+
     fn rows_config(&self, tiles: &Tiles, dense: bool) -> RowsConfig {
         RowsConfig {
             dim: self.shape.head_dim,
@@ -236,12 +241,14 @@ impl Launch {
             labels: Labels::of(&self.options),
             softcap: self.options.softcap.is_some(),
             exact: self.dtype == DType::F32,
+            by_bits: self.by_bits(),
         }
     }
 
     fn block_config(&self, tiles: &Tiles) -> BlockConfig {
         let softcap = self.options.softcap.is_some();
-        BlockConfig::new(self.shape.head_dim, tiles, Labels::of(&self.options), softcap, self.dtype == DType::F32)
+        let (labels, exact) = (Labels::of(&self.options), self.dtype == DType::F32);
+        BlockConfig::new(self.shape.head_dim, tiles, labels, softcap, exact, self.by_bits())
     }
 
     /// How a kernel is started for `rows` rows of each of `heads` heads, reading `read` and writing `written`.

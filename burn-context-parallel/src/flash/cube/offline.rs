@@ -315,7 +315,8 @@ fn block_kernels_compile_without_spills(
         let case = &case(generation, dim, dtype, kind);
         let blueprint = Blueprint::choose(&case.limits(), dim);
         blueprint.check(&case.limits(), dim).unwrap();
-        let config = |tiles: &Tiles| BlockConfig::new(dim, tiles, labels(kind), kind == Kind::Softcap, dtype == "f32");
+        let config =
+            |tiles: &Tiles| BlockConfig::new(dim, tiles, labels(kind), kind == Kind::Softcap, dtype == "f32", false);
         let found = compiled!(case, blueprint, (block_forward, block_queries, block_keys), config);
         for (name, found) in found.into_iter().chain([("delta", delta(case))]) {
             let Some((registers, spills)) = found else { continue };
@@ -346,6 +347,7 @@ fn rows_kernels_compile(
             labels: labels(kind),
             softcap: kind == Kind::Softcap,
             exact: dtype == "f32",
+            by_bits: false,
         };
         let found = compiled!(case, blueprint, (rows_forward, rows_queries, rows_keys), config);
         for (name, found) in found {

@@ -99,3 +99,22 @@ pub(super) fn is_large(x: f32) -> bool {
     let size = x.abs();
     size > f32::new(LARGE) && size < f32::new(1e29)
 }
+
+/// `x` as results have it: rounded to the nearest, to the even one of two.
+#[cube]
+pub(super) fn narrow<O: Float, N: Size>(x: Vector<f32, N>, #[comptime] by_bits: bool) -> Vector<O, N> {
+    if comptime!(by_bits) {
+        let bits = Vector::<u32, N>::reinterpret(x);
+        let half = Vector::<u32, N>::new(16u32);
+        let upper = bits >> half;
+        let odd = upper & Vector::new(1u32);
+        let rounded = (bits + Vector::new(0x7fffu32) + odd) >> half;
+        // Of NaN rounding could make infinity: it has a bit set that is none of that one's.
+        let size = bits & Vector::new(0x7fff_ffffu32);
+        let nan = size.greater_than(&Vector::new(0x7f80_0000u32));
+        let kept = select_many(nan, upper | Vector::new(0x40u32), rounded);
+        Vector::<O, N>::reinterpret(Vector::<u16, N>::cast_from(kept))
+    } else {
+        Vector::cast_from(x)
+    }
+}

@@ -194,8 +194,12 @@ impl DeviceChoice {
     pub fn expect_dtype(self, device: &Device, dtype: DType) -> Result<(), DeviceError> {
         let remedy = match dtype {
             DType::F64 if self.runtime != Runtime::Flex => "use f32, or the device flex",
-            _ if self.runtime == Runtime::Flex || device.supports_dtype(dtype) => return Ok(()),
-            _ => "use f32, or another device",
+            _ if self.runtime == Runtime::Flex => return Ok(()),
+            _ if !device.supports_dtype(dtype) => "use f32, or another device",
+            DType::BF16 if !open::rounds_to_bf16(device) => {
+                "rounding to it takes a processor with AVX512-BF16, or libgcc 13 or later; use f32, or the device flex"
+            }
+            _ => return Ok(()),
         };
         Err(DeviceError::Type { device: self, dtype, remedy })
     }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn::tensor::{Device, DeviceIndex, DeviceKind, Tensor};
+use burn::tensor::{DType, Device, DeviceIndex, DeviceKind, Tensor};
 
 use super::{DeviceChoice, DeviceError, Runtime};
 
@@ -58,6 +58,14 @@ fn probe(device: &Device) -> Result<(), String> {
         true => Ok(()),
         false => Err(format!("exp(0), exp(1) are {found:?} on it")),
     }
+}
+
+/// Whether the device does what it says of bf16. CubeCL's runtime for processors calls a function to round where the processor has no
+/// instruction, which not every system has: without it a kernel is not started, and who reads the result learns nothing of it.
+pub(super) fn rounds_to_bf16(device: &Device) -> bool {
+    let third = || Tensor::<1>::from_floats([1.0 / 3.0], device).cast(DType::BF16).try_into_data();
+    let near = |found: f64| (found - 1.0 / 3.0).abs() < 1e-2;
+    quietly(third).is_ok_and(|found| found.is_ok_and(|found| found.iter::<f64>().all(near)))
 }
 
 /// What `start` gives, or the messages of all panics while it ran, of other threads, too: a runtime starts on a thread of its own, and whoever

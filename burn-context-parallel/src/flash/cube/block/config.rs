@@ -19,12 +19,14 @@ pub(in super::super) struct BlockConfig {
     pub softcap: bool,
     /// Whether large scores are computed in two parts.
     pub exact: bool,
+    /// Whether results are rounded to bf16 by their bits.
+    pub by_bits: bool,
 }
 
 impl BlockConfig {
-    pub fn new(dim: usize, tiles: &Tiles, labels: Labels, softcap: bool, exact: bool) -> Self {
+    pub fn new(dim: usize, tiles: &Tiles, labels: Labels, softcap: bool, exact: bool, by_bits: bool) -> Self {
         let &Tiles { vector, own, step, units } = tiles;
-        Self { dim, vector, own, step, side: block_side(units), labels, softcap, exact }
+        Self { dim, vector, own, step, side: block_side(units), labels, softcap, exact, by_bits }
     }
 
     /// Whether large scores are computed in two parts here: not those that are bent, which are not large unless the cap is.

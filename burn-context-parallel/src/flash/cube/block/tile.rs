@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::place;
-use super::super::score::{add_product, bend, is_large, scaled};
+use super::super::score::{add_product, bend, is_large, narrow, scaled};
 use super::config::BlockConfig;
 
 /// Where a tensor's rows of one head lie: in vectors.
@@ -273,7 +273,7 @@ pub(super) fn write<O: Float, N: Size>(
                 if comptime!(onto) {
                     value += Vector::cast_from(to[at]);
                 }
-                to[at] = Vector::cast_from(value);
+                to[at] = narrow::<O, N>(value, config.by_bits);
             }
         }
     }

@@ -22,6 +22,8 @@ pub(in super::super) struct RowsConfig {
     pub softcap: bool,
     /// Whether large scores are computed in two parts.
     pub exact: bool,
+    /// Whether results are rounded to bf16 by their bits.
+    pub by_bits: bool,
 }
 
 impl RowsConfig {

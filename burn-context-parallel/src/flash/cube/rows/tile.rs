@@ -5,7 +5,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::score::{LARGE, add_product, scaled};
+use super::super::score::{LARGE, add_product, narrow, scaled};
 use super::super::sight;
 use super::config::RowsConfig;
 
@@ -233,7 +233,7 @@ pub(super) fn write<O: Float, N: Size>(
                     if comptime!(onto) {
                         value += f32::cast_from(to[at]);
                     }
-                    to[at] = O::cast_from(value);
+                    to[at] = narrow::<O, Const<1>>(Vector::new(value), config.by_bits).extract(0usize);
                 }
             }
         }
